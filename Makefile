@@ -3,7 +3,8 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-PIP := $(PY) -m pip --disable-pip-version-check install -q -c constraints.txt
+# -qq: pip still prints errors, without a warning per package for each configured location that lacks it.
+PIP := $(PY) -m pip --disable-pip-version-check install -qq -c constraints.txt
 ARGS ?=
 
 # One thread per process: pipeline ranks are threads or processes of their own and would fight over the cores.
