@@ -1,0 +1,1 @@
+"""fx graphs and instruction lists -> Python source; the plan folder."""

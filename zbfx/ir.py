@@ -1,0 +1,227 @@
+"""Every data type that passes exchange: frozen, slotted, plain values and tuples; no behaviour beyond tiny properties.
+
+Order (Schedule), time (Timeline), cost (CostModel), computation (Stage) and instructions (Program) are separate types:
+none mentions the internals of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+Kind = Literal["F", "B", "W", "BW"]
+
+
+# ---------------------------------------------------------------- order
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One unit of compute: `2F0` is the forward of stage 2 for microbatch 0; `0W3.1` is part 1 of a W split in parts."""
+
+    stage: int
+    kind: Kind
+    mb: int
+    part: int | None = None
+
+    def __str__(self) -> str:
+        part = "" if self.part is None else f".{self.part}"
+        return f"{self.stage}{self.kind}{self.mb}{part}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Order only, never times: what each rank does, first to last.
+
+    placement[stage] is the rank that holds the stage; ranks[r] is the list of rank r's actions.
+    """
+
+    placement: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+    name: str = field(default="custom", compare=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max((a.mb for rank in self.ranks for a in rank), default=-1)
+
+
+# ---------------------------------------------------------------- cost and time
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One stage: seconds of F, B and W for one microbatch, and the signed change in bytes held after each."""
+
+    F: float
+    B: float
+    W: float
+    bytes_F: int = 0
+    bytes_B: int = 0
+    bytes_W: int = 0
+    peak_F: int = 0  # bytes above what is held before the action, while it runs (temporaries included)
+    peak_B: int = 0
+    peak_W: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a scheduler needs to know: per-stage costs, seconds of a message between two ranks, bytes limit per rank.
+
+    comm[a][b] is the seconds of one message from rank a to rank b (0 on the diagonal); limit[r] is in bytes, None = no limit.
+    """
+
+    stages: tuple[Cost, ...]
+    comm: tuple[tuple[float, ...], ...]
+    limit: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action with its simulated (or measured) start and end in seconds."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a schedule costs. spans[r] are rank r's actions in order.
+
+    span: max over ranks of (last end - first start), seconds; makespan: last end - first start over all ranks;
+    bubble_* = (cost - busiest rank's work) / cost; peak[r]: largest bytes held by rank r at an action's end.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    span: float
+    makespan: float
+    bubble_span: float
+    bubble_makespan: float
+    peak: tuple[int, ...]
+
+
+# ---------------------------------------------------------------- computation
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor's type: what is known of it before it exists. stride and shape in elements."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense storage that holds it."""
+        n = 1 + sum((s - 1) * st for s, st in zip(self.shape, self.stride, strict=True)) if all(self.shape) else 0
+        return n * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fn:
+    """An fx graph with named, typed ends. The graph is owned: nobody else mutates it.
+
+    Its placeholders are `inputs` in order; its output is the flat tuple `outputs` (None for an absent value).
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value | None, ...]
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
+# ---------------------------------------------------------------- instructions
+
+Verb = Literal["post", "recv", "compute", "send", "sent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Instr:
+    """One instruction of a rank. `action` names the compute, or, for a message, the consumer that it feeds.
+
+    reads and writes are buffer names; frees are the buffers deleted right after it. peer is the other rank of a message.
+    """
+
+    verb: Verb
+    action: Action
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+    peer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A rank's instructions, first to last, and (once generated) the Python text that runs."""
+
+    rank: int
+    instrs: tuple[Instr, ...]
+    source: str = ""
+    held: tuple[int, ...] = ()  # bytes of activations held after each instruction
+    peak: int = 0  # largest bytes of activations at any moment, temporaries inside the stage functions included
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Estimated speed between two ranks: seconds = latency + bytes / bandwidth."""
+
+    latency: float
+    bandwidth: float
+
+
+Options = Mapping[str, Any]
+
+
+# ---------------------------------------------------------------- the captured model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """The whole forward pass, from inputs to loss, as one graph of aten calls.
+
+    Placeholders of `graph` are named in `params` and `buffers` (-> the user's names), `constants` (-> tensors) and
+    `leaves` (the tensor inputs, -> index into the flattened (args, kwargs, target)). Every node carries meta: `val` (a fake
+    tensor), `grad` (whether it requires grad), `source` (file:line of the user's code), `module` (the user's module name) and
+    `contexts` (no_grad / autocast regions it stands in). `statics` are the non-tensor input leaves the trace is valid for.
+    """
+
+    graph: fx.Graph
+    params: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    leaves: Mapping[str, int]
+    statics: Mapping[int, Any]
+    loss: str
+    device: torch.device
+    training: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """One stage's part of the captured graph: its own copy, same node names.
+
+    The graph's placeholders are, in this order, params + buffers + constants + leaves + inputs (names of captured
+    placeholders, then of values from the stage before); it returns the values named in `outputs` (the loss, on the last).
+    """
+
+    index: int
+    graph: fx.Graph
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    leaves: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    seconds: float

@@ -1,0 +1,1 @@
+"""The compiler's passes: pure functions, one file each."""

@@ -1,0 +1,205 @@
+"""Captured graph -> stages: where to cut, and each stage's own graph.
+
+Cuts fall anywhere between two nodes of the graph's line. A cut is not allowed where a value would be torn: between the
+birth of a storage and the last in-place write into it, or between an operator with several outputs and their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zbfx.errors import PartitionError
+from zbfx.ir import Captured, Forward, Link
+from zbfx.passes.balance import best_cuts
+from zbfx.passes.replicate import bases, replicated, written_storages
+
+# What the backward adds to a forward second: a gradient of the input and one of the weights, each as long as the forward.
+_WITH_BACKWARD = 3.0
+# Bytes moved per byte of a parameter's gradient: written by W, then read, added and written by the accumulation.
+_GRADIENT_TRAFFIC = 4.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """The captured graph as a line of nodes that belong to one stage each, and what crosses each position."""
+
+    nodes: list[fx.Node]
+    place: dict[fx.Node, int]
+    base: dict[fx.Node, fx.Node]
+    free: set[fx.Node]
+    last_use: dict[fx.Node, int] = field(default_factory=dict)
+    allowed: list[bool] = field(default_factory=list)
+
+    def crossing(self, cut: int) -> list[fx.Node]:
+        """The values sent over a cut, in the order they are made."""
+        return [v for v, end in self.last_use.items() if self.place[v] < cut <= end]
+
+
+def partition(
+    captured: Captured,
+    num_stages: int,
+    *,
+    link: Link,
+    bandwidth: float,
+    pins: Sequence[str] = (),
+    cuts: Sequence[int] | None = None,
+) -> tuple[Forward, ...]:
+    """Cut the captured graph into num_stages stages with the smallest largest load; crossing bytes count at link speed.
+
+    bandwidth: bytes/s of device memory, for the traffic of gradients. pins: module names before which a cut is made.
+    cuts: positions from an earlier call (`cut_positions`), to keep a plan's cuts. Raises PartitionError.
+    """
+    if num_stages < 1:
+        raise PartitionError(f"{num_stages=}: a pipeline has at least 1 stage")
+    line = _line(captured)
+    if cuts is None:
+        work = [_work(n, captured, bandwidth) for n in line.nodes]
+        cross = _crossing_seconds(line, link)
+        pinned = tuple(_pin(line, name) for name in pins)
+        cuts = best_cuts(work, cross, line.allowed, num_stages, pinned=pinned)
+    ends = [0, *cuts, len(line.nodes)]
+    return tuple(_stage(captured, line, k, a, b) for k, (a, b) in enumerate(zip(ends, ends[1:], strict=False)))
+
+
+def _line(captured: Captured) -> _Line:
+    written = written_storages(captured)
+    free = replicated(captured, written)
+    nodes = [n for n in captured.graph.nodes if n.op == "call_function" and n not in free]
+    place = {n: i for i, n in enumerate(nodes)}
+    line = _Line(nodes, place, bases(captured), free)
+    _find_last_uses(captured, line)
+    _forbid(captured, line, written)
+    return line
+
+
+def _find_last_uses(captured: Captured, line: _Line) -> None:
+    """last_use[v]: place of the last node that needs v, or needs a view that is taken from v again."""
+    end = len(line.nodes)
+    uses = {n: max((line.place.get(u, end) for u in n.users), default=i) for n, i in line.place.items()}
+    for node in reversed(line.nodes):
+        if node in line.base and line.base[node] in uses:
+            source = line.base[node]
+            uses[source] = max(uses[source], uses[node])
+    line.last_use = {n: uses[n] for n in line.nodes if n not in line.base}
+
+
+def _forbid(captured: Captured, line: _Line, written: dict[int, list[fx.Node]]) -> None:
+    """Mark the positions where no cut may fall."""
+    torn = [0] * (len(line.nodes) + 2)
+
+    def keep_together(first: int, last: int) -> None:
+        if last > first:
+            torn[first + 1] += 1
+            torn[last + 1] -= 1
+
+    touching: dict[int, list[int]] = {}
+    for node, i in line.place.items():
+        storages = node.meta["storage"].union(*[a.meta["storage"] for a in node.all_input_nodes])
+        for storage in storages & written.keys():
+            touching.setdefault(storage, []).append(i)
+    buffers = {s for n in captured.graph.nodes if n.op == "placeholder" for s in n.meta["storage"]}
+    for storage, writers in written.items():
+        inside = touching[storage]
+        keep_together(inside[0], inside[-1] if storage in buffers else line.place[writers[-1]])
+    for node, end in line.last_use.items():
+        if not isinstance(node.meta["val"], torch.Tensor):
+            keep_together(line.place[node], end)
+    depth, line.allowed = 0, [False] * (len(line.nodes) + 1)
+    for cut in range(1, len(line.nodes)):
+        depth += torn[cut]
+        line.allowed[cut] = depth == 0
+
+
+def _work(node: fx.Node, captured: Captured, bandwidth: float) -> float:
+    """Seconds of a node's forward and backward, with its parameters' gradients written and accumulated."""
+    seconds = node.meta["seconds"] * (_WITH_BACKWARD if node.meta["grad"] else 1.0)
+    params = [a for a in node.all_input_nodes if a.name in captured.params and a.meta["grad"]]
+    return seconds + sum(_GRADIENT_TRAFFIC * p.meta["val"].nbytes / bandwidth for p in params)
+
+
+def _crossing_seconds(line: _Line, link: Link) -> list[float]:
+    """Seconds that a cut's messages take (a value, and its gradient if it has one), for every position; 0 at the ends."""
+    steps = [0.0] * (len(line.nodes) + 2)
+    count = [0] * (len(line.nodes) + 2)
+    for node, end in line.last_use.items():
+        value, start = node.meta["val"], line.place[node]
+        if isinstance(value, torch.Tensor) and end > start:
+            seconds = value.nbytes * (2 if node.meta["grad"] else 1) / link.bandwidth
+            steps[start + 1] += seconds
+            steps[end + 1] -= seconds
+            count[start + 1] += 1
+            count[end + 1] -= 1
+    total, live, result = 0.0, 0, [0.0] * (len(line.nodes) + 1)
+    for cut in range(1, len(line.nodes)):
+        total += steps[cut]
+        live += count[cut]
+        result[cut] = max(total, 0.0) + (link.latency if live else 0.0)
+    return result
+
+
+def _pin(line: _Line, name: str) -> int:
+    """The position before the first node of a module."""
+    for i, node in enumerate(line.nodes):
+        if any(m == name or m.startswith(name + ".") for m in node.meta["modules"]):
+            if i == 0:
+                raise PartitionError(f"cannot cut before module {name!r}: it is the first in the model")
+            if not line.allowed[i]:
+                raise PartitionError(f"cannot cut before module {name!r} ({node.meta['source']}): an in-place operation spans it")
+            return i
+    known = sorted({m.split(".")[0] for n in line.nodes for m in n.meta["modules"] if m})
+    raise PartitionError(f"no module named {name!r} in the graph; top-level modules are {known}")
+
+
+# ---------------------------------------------------------------- a stage's own graph
+
+
+def _stage(captured: Captured, line: _Line, index: int, start: int, end: int) -> Forward:
+    inputs = line.crossing(start)
+    last = end == len(line.nodes)
+    loss = next(n for n in captured.graph.nodes if n.name == captured.loss)
+    outputs = [loss] if last else line.crossing(end)
+    needed = _needed(line, line.nodes[start:end], outputs, set(inputs))
+    order = [n for n in captured.graph.nodes if n in needed]
+    places = [n.name for n in order if n.op == "placeholder"]
+    groups = [[p for p in places if p in names] for names in (captured.params, captured.buffers, captured.constants, captured.leaves)]
+    graph = _extract(captured, order, [name for group in groups for name in group], inputs, outputs)
+    seconds = sum(n.meta["seconds"] for n in order if n.op == "call_function")
+    params, buffers, constants, leaves = (tuple(g) for g in groups)
+    return Forward(
+        index, graph, params, buffers, constants, leaves, tuple(n.name for n in inputs), tuple(n.name for n in outputs), seconds
+    )
+
+
+def _needed(line: _Line, own: list[fx.Node], outputs: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+    """A stage's own nodes and everything it takes again for itself; values given from the stage before are not followed."""
+    needed: set[fx.Node] = set(own)
+    stack = [a for n in [*own] for a in n.all_input_nodes] + [n for n in outputs if n not in given]
+    while stack:
+        node = stack.pop()
+        if node in needed or node in given:
+            continue
+        if node in line.place and node not in line.base and node not in own:
+            raise PartitionError(f"internal: {node.name} ({node.meta['source']}) is needed but does not cross the cut")
+        needed.add(node)
+        stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _extract(
+    captured: Captured, order: list[fx.Node], places: list[str], inputs: list[fx.Node], outputs: list[fx.Node]
+) -> fx.Graph:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    by_name = {n.name: n for n in order}
+    for node in [*[by_name[p] for p in places], *inputs]:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in order:
+        if node.op == "call_function" and node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in outputs))
+    return graph

@@ -1,0 +1,1 @@
+"""From a user's module to graphs: capture, differentiate, estimate."""

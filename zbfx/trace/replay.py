@@ -1,0 +1,37 @@
+"""Run a captured graph node by node, in the grad and autocast regions that its nodes were traced in."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+
+Context = tuple[str, tuple[Any, ...]]
+
+
+def entered(contexts: tuple[Context, ...]) -> contextlib.ExitStack:
+    """The regions of a node, outermost first, as one context manager."""
+    stack = contextlib.ExitStack()
+    for kind, args in contexts:
+        if kind == "grad":
+            stack.enter_context(torch.set_grad_enabled(args[0]))
+        else:
+            device_type, dtype, enabled, cache = args
+            stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache))
+    return stack
+
+
+class Replay(fx.Interpreter):
+    """fx.Interpreter that honours each node's `contexts`; values die at their last use."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(fx.GraphModule(torch.nn.Module(), graph))
+
+    def run_node(self, n: fx.Node) -> Any:
+        contexts = n.meta.get("contexts", ())
+        if not contexts:
+            return super().run_node(n)
+        with entered(contexts):
+            return super().run_node(n)
