@@ -17,7 +17,7 @@ setup: $(READY)
 # The stamp is written last, so a set-up that was interrupted is taken up again. torch comes first and pinned: the project's
 # own looser request could fetch another, much larger build. setuptools is pinned too, hence no build isolation.
 $(READY): pyproject.toml constraints.txt
-	@for p in $(PYTHON) python3.11 python3 python; do \
+	@for p in $(or $(PYTHON),python3.11 python3 python); do \
 	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$p; break; fi; done; \
 	if [ -z "$$found" ]; then echo "zbfx needs Python 3.11 or later; name it with: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	if [ ! -x $(PY) ]; then echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); fi
