@@ -1,0 +1,10 @@
+"""What a generated rank program needs to run: torch and this package, nothing else of zbfx."""
+
+from zbfx.runtime.channel import Channel
+from zbfx.runtime.failures import Alarm, Failure
+from zbfx.runtime.in_process import Exchange, InProcess
+from zbfx.runtime.memory import Memory
+from zbfx.runtime.rank import Rank, execute
+from zbfx.runtime.record import Recorder, Span
+
+__all__ = ["Alarm", "Channel", "Exchange", "Failure", "InProcess", "Memory", "Rank", "Recorder", "Span", "execute"]
