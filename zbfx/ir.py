@@ -129,17 +129,62 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fn:
-    """An fx graph with named, typed ends. The graph is owned: nobody else mutates it.
+    """An fx graph with named ends in groups. The graph is owned: nobody else mutates it.
 
-    Its placeholders are `inputs` in order; its output is the flat tuple `outputs` (None for an absent value).
+    `takes` maps a group (p, c, x, s, gy, k) to its placeholders' names, in the graph's placeholder order; the graph returns
+    the concatenation of the groups of `gives` (y, s, gx, k, gp). Every node's meta has `val` (a fake tensor) and `source`.
     """
 
     graph: fx.Graph
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value | None, ...]
+    takes: Mapping[str, tuple[str, ...]]
+    gives: Mapping[str, int]
 
     def __str__(self) -> str:
-        return str(self.graph)
+        return "\n".join(_line(node) for node in self.graph.nodes)
+
+    def value(self, name: str) -> Value:
+        """The type of a node."""
+        return value_of(name, next(n for n in self.graph.nodes if n.name == name).meta["val"])
+
+    def group(self, name: str) -> tuple[Value, ...]:
+        """The types of an output group."""
+        nodes = self.graph.output_node().args[0]
+        start = 0
+        for group, count in self.gives.items():
+            if group == name:
+                return tuple(value_of(n.name, n.meta["val"]) for n in nodes[start : start + count])
+            start += count
+        return ()
+
+
+def value_of(name: str, tensor: torch.Tensor) -> Value:
+    """The type of a (fake) tensor."""
+    return Value(name, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "bool": "b8", "uint8": "u8"}
+
+
+def short(value: Any) -> str:
+    """A tensor's type as text: `f32[8, 128]`; a tuple's as (f32[8], f32[8])."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(short(v) for v in value)})"
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    name = str(value.dtype).removeprefix("torch.")
+    return f"{_SHORT.get(name, name)}{list(value.shape)}"
+
+
+def _line(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    kind = short(node.meta["val"]) if "val" in node.meta else ""
+    if node.op == "placeholder":
+        return f"{node.name}: {kind}"
+    if node.op == "output":
+        return f"return {', '.join(map(str, node.args[0]))}"
+    args = [*map(str, node.args), *[f"{k}={v}" for k, v in node.kwargs.items()]]
+    target = getattr(node.target, "__name__", str(node.target))
+    return f"{node.name}: {kind} = {target}({', '.join(args)})" + (f"  # {source}" if source else "")
 
 
 # ---------------------------------------------------------------- instructions
@@ -225,3 +270,40 @@ class Forward:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joint:
+    """A stage's joint graph. Placeholders: the Forward's, then one gradient per entry of `tangents`.
+
+    It returns y (one per output), then gx for the positions of `gx`, then gparams for those of `gparams`.
+    """
+
+    forward: Forward
+    graph: fx.Graph
+    tangents: tuple[int, ...]  # positions in forward.outputs that a gradient comes back for
+    gx: tuple[int, ...]  # positions in forward.inputs that a gradient is sent back for
+    gparams: tuple[int, ...]  # positions in forward.params that get a gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A stage's three functions. p: params + buffers + constants; c: input leaves; s: saved for B; k: kept for W.
+
+    F: p, c, x -> y, s      B: p, c, s, gy -> gx, k      W: p, c, k -> gparams      (without B, W takes s and gy itself)
+
+    B is None where no input needs a gradient, W where no parameter does. Each Fn's `takes` names its placeholders by group,
+    `gives` its outputs. names: the user's names of p, with gparams the positions that get a gradient.
+    """
+
+    index: int
+    F: Fn
+    B: Fn | None
+    W: Fn | None
+    names: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    leaves: tuple[str, ...]
+    tangents: tuple[int, ...]
+    gx: tuple[int, ...]
+    gparams: tuple[int, ...]

@@ -1,0 +1,197 @@
+"""A stage's joint graph -> F, B and W, which together do exactly the unsplit backward's work.
+
+joint: p, c, x, gy -> y, gx, gparams
+F: p, c, x -> y, s        B: p, c, s, gy -> gx, k        W: p, c, k -> gparams
+
+B is every backward node that the gradient of the stage's input needs (Zero Bubble, section 2: "B"), W all others. Backward
+operators that compute both at once (layer norm, convolution, ...) are told apart by their output mask. Views are never
+saved: they are taken again from what they view, so that each saved value is a storage of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from zbfx.ir import Captured, Fn, Joint, Stage
+from zbfx.storage import is_dense, is_view, mutates
+
+_MASKS = ("output_mask", "grad_input_mask")
+aten = torch.ops.aten
+
+
+def split_backward(joint: Joint, captured: Captured) -> Stage:
+    """Split a joint graph. Pure: the joint graph is copied first."""
+    graph = _copied(joint.graph)
+    forward = joint.forward
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    ny, ngx = len(forward.outputs), len(joint.gx)
+    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    ys, gxs, gps = outputs[:ny], outputs[ny : ny + ngx], outputs[ny + ngx :]
+    nx, nc = len(forward.inputs), len(forward.leaves)
+    npl = len(places) - len(joint.tangents)
+    p, c = places[: npl - nx - nc], places[npl - nx - nc : npl - nx]
+    x, gy = places[npl - nx : npl], places[npl:]
+
+    f_nodes = _ancestors([*ys, *[n for n in graph.nodes if n.op == "call_function" and mutates(n.target)]])
+    f_nodes |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in f_nodes}
+    _split_masks(graph, gxs, gps, f_nodes)
+    b_nodes = {n for n in _ancestors(gxs) if n.op == "call_function"} - f_nodes
+    w_nodes = {n for n in _ancestors(gps) if n.op == "call_function"} - f_nodes - b_nodes
+
+    given = {*p, *c}
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    k = _roots(w_nodes, gps, given, order)
+    s = [v for v in _roots(b_nodes, [*gxs, *k], given, order) if v not in gy] if gxs else [v for v in k if v not in gy]
+    fixed = {"p": p, "c": c}
+    f = _fn(graph, f_nodes, {**fixed, "x": x}, {"y": _dense(graph, ys, f_nodes), "s": s})
+    b = w = None
+    if gxs:
+        b = _fn(graph, b_nodes, {**fixed, "s": s, "gy": gy}, {"gx": _dense(graph, gxs, b_nodes), "k": k})
+    if gps:
+        takes = {**fixed, "k": k} if b is not None else {**fixed, "s": s, "gy": gy}
+        own = _owned(graph, gps, w_nodes)
+        w = _fn(graph, w_nodes, takes, {"gp": own})
+    names = tuple(captured.params[n] for n in forward.params)
+    buffers = tuple(captured.buffers[n] for n in forward.buffers)
+    return Stage(
+        forward.index, f, b, w, names, buffers, forward.constants, forward.leaves, joint.tangents, joint.gx, joint.gparams
+    )
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    new.output(new.graph_copy(graph, env))
+    return new
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+# ---------------------------------------------------------------- fused backward operators
+
+
+def _mask_place(node: fx.Node) -> int | str | None:
+    """Where a fused backward operator takes its output mask: a position, a keyword, or None."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in _MASKS:
+            return argument.name if argument.name in node.kwargs else i
+    return None
+
+
+def _with_mask(node: fx.Node, place: int | str, wanted: set[int]) -> tuple[tuple, dict]:  # type: ignore[type-arg]
+    old = node.kwargs[place] if isinstance(place, str) else node.args[place]
+    mask = [bool(m) and i in wanted for i, m in enumerate(old)]  # type: ignore[arg-type, union-attr]
+    if isinstance(place, str):
+        return node.args, {**node.kwargs, place: mask}
+    return (*node.args[:place], mask, *node.args[place + 1 :]), dict(node.kwargs)
+
+
+def _split_masks(graph: fx.Graph, gxs: list[fx.Node], gps: list[fx.Node], f_nodes: set[fx.Node]) -> None:
+    """Clone each fused backward operator that serves both B and W, with complementary masks."""
+    for node in [n for n in graph.nodes if n not in f_nodes and n.op == "call_function"]:
+        place = _mask_place(node)
+        if place is None:
+            continue
+        live = _ancestors([*gxs, *gps])
+        for_b = _ancestors(gxs)
+        parts = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in live}
+        b_parts = {i for i, u in parts.items() if u in for_b}
+        w_parts = set(parts) - b_parts
+        if b_parts and w_parts:
+            args, kwargs = _with_mask(node, place, w_parts)
+            with graph.inserting_after(node):
+                clone = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            clone.meta = dict(node.meta)
+            for i in w_parts:
+                parts[i].replace_input_with(node, clone)
+        node.args, node.kwargs = _with_mask(node, place, b_parts or w_parts)
+
+
+# ---------------------------------------------------------------- what is saved and kept
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a chain of views looks at."""
+    while node.op == "call_function":
+        if node.target is operator.getitem and is_view(node.args[0].target):  # type: ignore[union-attr]
+            node = node.args[0]  # type: ignore[assignment]
+        elif is_view(node.target):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            break
+    return node
+
+
+def _roots(own: set[fx.Node], ends: list[fx.Node], given: set[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The values that `own` nodes, or results that are not made by them, need from outside: views replaced by their roots."""
+    outside = {a for n in own for a in n.all_input_nodes if a not in own} | {e for e in ends if e not in own}
+    roots: set[fx.Node] = set()
+    for node in outside:
+        root = _root(node)
+        if root not in own and root not in given:
+            roots.add(root)
+    return sorted(roots, key=order.__getitem__)
+
+
+def _clone_after(graph: fx.Graph, node: fx.Node, own: set[fx.Node], memory_format: torch.memory_format) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": memory_format})
+    copy.meta = {**node.meta, "val": node.meta["val"].clone(memory_format=memory_format)}
+    own.add(copy)
+    return copy
+
+
+def _dense(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+    """Messages are dense: a value with holes or overlaps is copied before it is sent."""
+    return [n if is_dense(n.meta["val"]) else _clone_after(graph, n, own, torch.contiguous_format) for n in nodes]
+
+
+def _owned(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+    """A parameter's gradient owns its storage, so that accumulation may write into it: shared ones are copied."""
+    result: list[fx.Node] = []
+    roots: set[fx.Node] = set()
+    for node in nodes:
+        root, value = _root(node), node.meta["val"]
+        whole = is_dense(value) and value.nbytes == root.meta["val"].untyped_storage().nbytes()
+        shared = root not in own or root in roots or not whole
+        roots.add(root)
+        result.append(_clone_after(graph, node, own, torch.preserve_format) if shared else node)
+    return result
+
+
+def _fn(graph: fx.Graph, own: set[fx.Node], takes: dict[str, list[fx.Node]], gives: dict[str, list[fx.Node]]) -> Fn:
+    """A function's own graph: its placeholders, its nodes and the views it takes again, in the joint graph's order."""
+    places = [n for group in takes.values() for n in group]
+    outputs = [n for group in gives.values() for n in group]
+    needed = set(own)
+    stack = [a for n in own for a in n.all_input_nodes] + outputs
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in places:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in places:
+        env[node] = new.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node in needed and node not in env:
+            env[node] = new.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    new.output(tuple(env[n] for n in outputs))
+    return Fn(new, {g: tuple(env[n].name for n in ns) for g, ns in takes.items()}, {g: len(ns) for g, ns in gives.items()})

@@ -1,0 +1,168 @@
+"""A stage's forward graph -> one joint forward and backward graph of plain, functional aten calls.
+
+joint: params, buffers, constants, leaves, x, gy -> y, gx, gparams
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
+
+from zbfx.errors import TraceError, ZbfxError
+from zbfx.ir import Forward, Joint
+from zbfx.storage import mutates
+from zbfx.trace.replay import Replay
+
+aten = torch.ops.aten
+
+
+def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Joint:
+    """Trace the stage's backward. tangents[i] lends its layout to the gradient of output i; None: no gradient comes.
+
+    The loss (the last stage's only output) has a tangent of its own shape. Gradients that autograd finds to be absent are
+    left out of gx and gparams.
+    """
+    places = [n for n in forward.graph.nodes if n.op == "placeholder"]
+    differentiable = {*forward.params, *forward.inputs}
+    wanted = [i for i, n in enumerate(places) if n.meta["grad"] and n.name in differentiable]
+    gys = [(i, t) for i, t in enumerate(tangents) if t is not None]
+    trace = _Trace(forward, wanted, [i for i, _ in gys])
+    graph = _traced(trace, [*[n.meta["val"] for n in places], *[t for _, t in gys]])
+    names = [*[n.name for n in places], *[f"g_{forward.outputs[i]}" for i, _ in gys]]
+    offset = len(places) - len(forward.inputs)
+    gx = tuple(i - offset for i in trace.found if i >= offset)
+    gparams = tuple(i for i in trace.found if i < len(forward.params))
+    ny = len(forward.outputs)
+    order = [*range(ny), *range(ny + len(gparams), ny + len(trace.found)), *range(ny, ny + len(gparams))]
+    return Joint(forward, _cleaned(graph, names, order), tuple(i for i, _ in gys), gx, gparams)
+
+
+class _Marks:
+    """The user's source line of every node that a trace makes: backward nodes get the line of their forward's operator."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, str]] = []
+        self.seen: set[Any] = set()
+
+    def mark(self, source: str) -> None:
+        mode = get_proxy_mode()
+        if mode is not None:
+            self.marks.append((len(mode.tracer.graph.nodes), source))
+
+    def follow(self, result: Any, source: str) -> None:
+        """Have the autograd nodes that made `result` mark their source when they run."""
+        stack = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        while stack:
+            fn = stack.pop()
+            if fn is None or fn in self.seen or not hasattr(fn, "register_prehook"):
+                continue
+            self.seen.add(fn)
+            fn.register_prehook(lambda _: self.mark(source))
+            stack.extend(f for f, _ in fn.next_functions)
+
+    def annotate(self, graph: fx.Graph) -> None:
+        marks = iter([*self.marks, (len(graph.nodes) + 1, "")])
+        upto, source, following = 0, "", ""
+        for i, node in enumerate(graph.nodes):
+            while i >= upto:
+                source = following
+                upto, following = next(marks)
+            node.meta["source"] = source
+
+
+class _MarkedReplay(Replay):
+    def __init__(self, graph: fx.Graph, marks: _Marks) -> None:
+        super().__init__(graph)
+        self.marks = marks
+
+    def run_node(self, n: fx.Node) -> Any:
+        source = n.meta.get("source", "")
+        self.marks.mark(source)
+        result = super().run_node(n)
+        if torch.is_grad_enabled():
+            self.marks.follow(result, source)
+        return result
+
+
+class _Trace:
+    """The function that is traced: forward, then the gradients that autograd finds."""
+
+    def __init__(self, forward: Forward, wanted: list[int], gys: list[int]) -> None:
+        self.forward, self.wanted, self.gys = forward, wanted, gys
+        self.found: list[int] = []
+        self.marks = _Marks()
+
+    def __call__(self, *flat: Any) -> tuple[Any, ...]:
+        count = len(flat) - len(self.gys)
+        ins = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat[:count]]
+        for i in self.wanted:
+            ins[i].requires_grad_()
+        ys = _MarkedReplay(self.forward.graph, self.marks).run(*ins)
+        pairs = [(ys[i], gy) for i, gy in zip(self.gys, flat[count:], strict=True) if ys[i].requires_grad]
+        if not pairs or not self.wanted:
+            return tuple(ys)
+        leaves = [ins[i] for i in self.wanted]
+        grads = torch.autograd.grad([y for y, _ in pairs], leaves, [gy for _, gy in pairs], allow_unused=True)
+        self.found = [i for i, g in zip(self.wanted, grads, strict=True) if g is not None]
+        return (*ys, *[g for g in grads if g is not None])
+
+
+def _traced(trace: _Trace, flat: list[Any]) -> fx.Graph:
+    """Trace autograd's work as plain operators; where in-place ones are among them, trace again to make it functional."""
+    mode = next((v.fake_mode for v in flat if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    flat = [_leaf(v, mode) for v in flat]
+    try:
+        with torch.enable_grad(), mode:
+            graph = make_fx(trace, tracing_mode="real", _allow_non_fake_inputs=True)(*flat).graph
+        trace.marks.annotate(graph)
+        if any(mutates(n.target) for n in graph.nodes):
+            graph = _functional(graph, flat, mode)
+    except ZbfxError:
+        raise
+    except Exception as error:
+        index = trace.forward.index
+        raise TraceError(f"stage {index}: its backward cannot be traced: {type(error).__name__}: {error}") from error
+    return graph
+
+
+def _functional(graph: fx.Graph, flat: list[Any], mode: FakeTensorMode) -> fx.Graph:
+    marks = _Marks()
+    run = torch.func.functionalize(lambda *a: _MarkedReplay(graph, marks).run(*a), remove="mutations")
+    with torch.no_grad(), mode:
+        functional = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*flat).graph
+    marks.annotate(functional)
+    return functional
+
+
+def _leaf(value: Any, mode: FakeTensorMode) -> Any:
+    """A fresh fake tensor of the same layout, detached from any earlier trace."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _cleaned(graph: fx.Graph, names: list[str], order: list[int]) -> fx.Graph:
+    """A copy without detach and dead code, placeholders named as in the forward, outputs put in `order`."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    fresh = iter(names)
+    for node in graph.nodes:
+        if node.op == "output":
+            outputs = [env[node.args[0][i]] for i in order]
+            new.output(tuple(outputs))
+        elif node.target in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
+            env[node] = env[node.args[0]]
+        else:
+            env[node] = new.placeholder(next(fresh)) if node.op == "placeholder" else new.node_copy(node, lambda n: env[n])
+            env[node].meta = {"val": node.meta.get("val"), "source": node.meta.get("source", "")}
+    for node in reversed(list(new.nodes)):
+        if node.op == "call_function" and not node.users and not mutates(node.target):
+            new.erase_node(node)
+    return new
