@@ -26,6 +26,11 @@ from zbfx.runtime.failures import Alarm
 Tensors = tuple[Tensor, ...]
 
 
+def window(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor's storage window: uint8[nbytes], sharing its memory whatever the order of its strides."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class Channel:
     """One rank's end. Subclasses carry the messages; what all share is here."""
 

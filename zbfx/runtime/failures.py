@@ -16,7 +16,7 @@ from zbfx.errors import RankError
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Which rank failed, at which action ("" outside a step), and why. `str` is the sentence that users read."""
+    """Which rank failed (-1: what launched them), at which action ("" outside a step), and why. `str` is what users read."""
 
     rank: int
     action: str
@@ -24,7 +24,8 @@ class Failure:
 
     def __str__(self) -> str:
         place = f"at {self.action}" if self.action else "outside a step"
-        return f"rank {self.rank} failed {place}: {self.cause}"
+        who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
+        return f"{who} failed {place}: {self.cause}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

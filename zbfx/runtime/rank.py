@@ -21,7 +21,8 @@ from zbfx.runtime.failures import Failure, describe
 from zbfx.runtime.record import Recorder
 
 Layout = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype name, shape, stride in elements
-_K, _V = TypeVar("_K"), TypeVar("_V")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 Messages = Mapping[str, tuple[int, int, Sequence[Layout]]]
 
 
@@ -136,7 +137,7 @@ class Rank:
         if found[end] != self.index:
             role = ("sender", "receiver")[end]
             raise RankError(f"message {name} goes from rank {found[0]} to {found[1]}; rank {self.index} is not its {role}")
-        return found[1 - end], found[2]
+        return found[0] if end else found[1], found[2]
 
 
 def execute(rank: Rank, step: Callable[[Rank], Any]) -> None:
