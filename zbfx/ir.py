@@ -189,7 +189,7 @@ def _line(node: fx.Node) -> str:
 
 # ---------------------------------------------------------------- instructions
 
-Verb = Literal["post", "recv", "compute", "send", "sent"]
+Verb = Literal["post", "recv", "compute", "loss", "send", "sent"]
 
 
 @dataclass(frozen=True, slots=True)

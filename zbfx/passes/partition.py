@@ -6,7 +6,7 @@ birth of a storage and the last in-place write into it, or between an operator w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,34 @@ def partition(
         cuts = best_cuts(work, cross, line.allowed, num_stages, pinned=pinned)
     ends = [0, *cuts, len(line.nodes)]
     return tuple(_stage(captured, line, k, a, b) for k, (a, b) in enumerate(zip(ends, ends[1:], strict=False)))
+
+
+def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
+    """Cuts of another trace of the same model (other shapes, eval mode) that leave every parameter and buffer on its stage.
+
+    owners: the user's name -> stage. Among the positions that do, the one with the fewest bytes crossing.
+    """
+    line = _line(captured)
+    names = {**captured.params, **captured.buffers}
+    first, last = [len(line.nodes)] * num_stages, [0] * num_stages
+    for node, i in line.place.items():
+        for a in node.all_input_nodes:
+            stage = owners.get(names.get(a.name, ""))
+            if stage is not None:
+                first[stage], last[stage] = min(first[stage], i), max(last[stage], i + 1)
+    seconds = _crossing_seconds(line, Link(0.0, 1.0))
+    cuts: list[int] = []
+    for k in range(num_stages - 1):
+        low = max([*cuts[-1:], *last[: k + 1]])
+        high = min(first[k + 1 :])
+        options = [c for c in range(low, high + 1) if line.allowed[c] or c in (0, len(line.nodes)) or c == (cuts or [-1])[-1]]
+        if not options:
+            raise PartitionError(
+                f"the model traced for these inputs uses the parameters of stages {k} and {k + 1} in another order than the plan: "
+                "compile a second pipeline for it"
+            )
+        cuts.append(min(options, key=lambda c: (seconds[c], c)))
+    return tuple(cuts)
 
 
 def _line(captured: Captured) -> _Line:

@@ -194,4 +194,7 @@ def _fn(graph: fx.Graph, own: set[fx.Node], takes: dict[str, list[fx.Node]], giv
             env[node] = new.node_copy(node, lambda n: env[n])
             env[node].meta = dict(node.meta)
     new.output(tuple(env[n] for n in outputs))
+    for node in reversed(list(new.nodes)):
+        if node.op == "call_function" and not node.users and not mutates(node.target):
+            new.erase_node(node)
     return Fn(new, {g: tuple(env[n].name for n in ns) for g, ns in takes.items()}, {g: len(ns) for g, ns in gives.items()})

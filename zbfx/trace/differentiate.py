@@ -34,7 +34,7 @@ def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Jo
     gys = [(i, t) for i, t in enumerate(tangents) if t is not None]
     trace = _Trace(forward, wanted, [i for i, _ in gys])
     graph = _traced(trace, [*[n.meta["val"] for n in places], *[t for _, t in gys]])
-    names = [*[n.name for n in places], *[f"g_{forward.outputs[i]}" for i, _ in gys]]
+    names = [*[n.name.removeprefix("p_model_").removeprefix("b_model_").removeprefix("c_model_") for n in places], *[f"g_{forward.outputs[i]}" for i, _ in gys]]
     offset = len(places) - len(forward.inputs)
     gx = tuple(i - offset for i in trace.found if i >= offset)
     gparams = tuple(i for i in trace.found if i < len(forward.params))

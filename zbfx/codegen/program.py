@@ -1,0 +1,121 @@
+"""A rank's instructions -> the Python file that runs: operators, messages, the stages' functions, and `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from zbfx.codegen.function import function_text
+from zbfx.ir import Action, Instr, Program, Stage, Value
+
+_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "bool": "b8"}
+Layouts = Mapping[Action, tuple[Value, ...]]
+
+
+def program_text(
+    program: Program,
+    stages: Sequence[Stage],
+    *,
+    title: str,
+    device: torch.device,
+    last_uses: Mapping[int, Mapping[fx.Node, fx.Node]],
+    layouts: Layouts,
+) -> str:
+    """The text of `rank_{program.rank}.py`.
+
+    last_uses[id(fn)]: where each name of a function dies. layouts: message (by consumer, microbatch 0) -> what travels.
+    """
+    ops: dict[str, str] = {}
+    own = sorted({i.action.stage for i in program.instrs if i.verb == "compute"})
+    classes = [line for k in own for line in _stage_class(stages[k], ops, last_uses)]
+    messages = _messages(program, layouts)
+    head = [
+        f'"""{title}',
+        "",
+        "This file is what runs: edit it, and the edit runs. p: parameters, buffers, constants; c: input leaves; x, y: activations",
+        "in and out; gx, gy: their gradients; s: what F saves for B; k: what B keeps for W. Lists are emptied by whom they are given to.",
+        '"""',
+        "",
+        "import torch",
+        "",
+        f"DEVICE = torch.device({device.type!r})",
+        *[f"{name} = {path}" for name, path in sorted(ops.items())],
+        "",
+        "# consumer of a message: (from rank, to rank, (dtype, shape, stride) of each tensor)",
+        "MESSAGES = {",
+        *messages,
+        "}",
+    ]
+    return "\n".join([*head, *classes, "", "", *_step(program, layouts)]) + "\n"
+
+
+def _stage_class(stage: Stage, ops: dict[str, str], last_uses: Mapping[int, Mapping[fx.Node, fx.Node]]) -> list[str]:
+    users = [*stage.names, *stage.buffers]
+    lines = ["", "", f"class stage_{stage.index}:"]
+    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W)):
+        if fn is not None:
+            body = function_text(kind, fn, last_uses[id(fn)], ops, users)
+            lines += ["    @staticmethod", *[f"    {line}" for line in body], ""]
+    return lines[:-1]
+
+
+def _messages(program: Program, layouts: Layouts) -> list[str]:
+    seen: dict[str, str] = {}
+    for i in program.instrs:
+        if i.verb in ("post", "send"):
+            ends = (i.peer, program.rank) if i.verb == "post" else (program.rank, i.peer)
+            values = layouts[Action(i.action.stage, i.action.kind, 0)]
+            what = tuple((str(v.dtype).removeprefix("torch."), v.shape, v.stride) for v in values)
+            key = f"{i.action.stage}{i.action.kind}"
+            seen[key] = f"    {key!r}: ({ends[0]}, {ends[1]}, {what!r}),"
+    return [seen[key] for key in sorted(seen)]
+
+
+def _step(program: Program, layouts: Layouts) -> list[str]:
+    lines = ["def step(rank):"]
+    for index, instr in enumerate(program.instrs):
+        if instr.verb == "post":
+            lines.append(f'    rank.post("{instr.action}")')
+            continue
+        if instr.verb == "recv" or (instr.verb == "compute" and not _received(program.instrs, index)):
+            lines.append(f'    rank.begin("{instr.action}")')
+        lines.append("    " + _line(instr, layouts))
+    return lines if len(lines) > 1 else [*lines, "    pass"]
+
+
+def _received(instrs: Sequence[Instr], index: int) -> bool:
+    before = instrs[index - 1] if index else None
+    return before is not None and before.verb == "recv" and before.action == instrs[index].action
+
+
+def _line(instr: Instr, layouts: Layouts) -> str:
+    a = instr.action
+    delete = f"; del {', '.join(instr.frees)}" if instr.frees else ""
+    if instr.verb == "recv":
+        what = ", ".join(_shape(v) for v in layouts[Action(a.stage, a.kind, 0)])
+        return f'{instr.writes[0]} = [*rank.recv("{a}")]  # {what} from rank {instr.peer}'
+    if instr.verb == "send":
+        return f'rank.send("{a}", *{instr.reads[0]}){delete}  # to rank {instr.peer}'
+    if instr.verb == "sent":
+        return f'rank.sent("{a}")'
+    if instr.verb == "loss":
+        call = f"rank.loss({a.mb}, *{instr.reads[0]})"
+        return (f"{instr.writes[0]} = [{call}]" if instr.writes else call) + delete
+    call = f"stage_{a.stage}.{a.kind}({', '.join([f'rank.params({a.stage})', f'rank.inputs({a.stage}, {a.mb})', *instr.reads])})"
+    if a.kind == "W":
+        return f"rank.accumulate({a.stage}, {call}){delete}"
+    return f"{_targets(instr)} = {call}{delete}"
+
+
+def _targets(instr: Instr) -> str:
+    """F gives y, s; B gives gx, k: an empty list still takes a name."""
+    groups = ("y", "s") if instr.action.kind == "F" else ("gx", "k")
+    names = {w.split("_", 1)[0]: w for w in instr.writes}
+    return ", ".join(names.get(g, "_") for g in groups)
+
+
+def _shape(v: Value) -> str:
+    name = str(v.dtype).removeprefix("torch.")
+    return f"{_SHORT.get(name, name)}{list(v.shape)}"
