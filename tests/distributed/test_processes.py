@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from tests.distributed import workers
 from zbfx.errors import RankError
 from zbfx.runtime import run_processes
 
-DEAD_AFTER = 2.0
+DEAD_AFTER = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def test_four_ranks_in_a_ring() -> None:
     [
         ("raise", "rank 1 failed at 1F1: ValueError: no such token: 7"),
         ("SIGKILL", "rank 1 failed at 1F1: killed by SIGKILL"),
-        ("SIGSTOP", "rank 1 failed at 1F1: no sign of life for 2 s: the process is gone, or frozen"),
+        ("SIGSTOP", "rank 1 failed at 1F1: no sign of life for 3 s: the process is gone, or frozen"),
     ],
 )
 def test_a_rank_that_fails_takes_the_others_down(how: str, cause: str, tmp_path: Path) -> None:
@@ -73,3 +76,18 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, cause: str, tmp_path:
     assert time.monotonic() - ended < 1
     if how == "raise":
         assert "raise ValueError" in "".join(caught.value.__notes__)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """torchrun starts the processes and its variables alone say who they are."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["tests.distributed.workers", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [
+        "Place(rank=0, size=2, local_rank=0) [1.0, 11.0]",
+        "Place(rank=1, size=2, local_rank=1) [0.0, 10.0]",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from tests.runtime.programs import RANK_0, RANK_1, Example, program
 from zbfx.errors import RankError
-from zbfx.runtime import Channel, Memory, Rank, Recorder, execute
+from zbfx.runtime import Channel, Memory, Rank, Recorder, connect, execute, place
 
 # One of each kind of tensor that can travel: dtypes, no dimension, no element, permuted strides, a window into a storage.
 KINDS: dict[str, Any] = {
@@ -42,18 +43,15 @@ def layout(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal layout and bits (nan equals itself, 0.0 is not -0.0)."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    return (
-        layout(a) == layout(b) and a.contiguous().numpy(force=True).tobytes() == b.contiguous().numpy(force=True).tobytes()
-        if a.dtype != torch.bfloat16
-        else layout(a) == layout(b) and torch.equal(a.view(torch.int16), b.view(torch.int16))
+    return layout(a) == layout(b) and torch.equal(
+        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
     )
 
 
-def example_rank(channel: Channel, **record: Any) -> tuple[Rank, Any, Example]:
+def example_rank(channel: Channel, example: Example | None = None, **record: Any) -> tuple[Rank, Any, Example]:
     """This rank of the two-stage example, its step, and the example."""
-    example, index = Example(), channel.index
+    example, index = example or Example(), channel.index
+    device = example.weights[0].device
     module = program((RANK_0, RANK_1)[index])
     rank = Rank(
         index,
@@ -63,7 +61,8 @@ def example_rank(channel: Channel, **record: Any) -> tuple[Rank, Any, Example]:
         grads={index: example.params[index]},
         inputs={key: leaves for key, leaves in example.inputs.items() if key[0] == index},
         weights=example.weights if index else (),
-        recorder=Recorder(**record),
+        device=device,
+        recorder=Recorder(device, **record),
     )
     return rank, module.step, example
 
@@ -145,11 +144,11 @@ def _broadcast(channel: Channel) -> list[float]:
 
 
 def _slow_is_not_dead(channel: Channel) -> float:
-    """Rank 0 keeps rank 1 waiting for longer than `dead_after` (2 s in these tests)."""
+    """Rank 0 keeps rank 1 waiting for longer than `dead_after` (3 s in these tests)."""
 
     def step(rank: Rank) -> None:
         if rank.index == 0:
-            time.sleep(4)
+            time.sleep(5.5)
             rank.send("1F0", torch.ones(1))
             rank.sent("1F0")
         else:
@@ -209,3 +208,9 @@ def stop_at(channel: Channel, how: str, folder: str) -> None:
             text += f"|{again}"
         Path(folder, str(rank.index)).write_text(text)
         raise
+
+
+if __name__ == "__main__":  # under torchrun: the folder to write to is the argument
+    here, opened = place(), connect()
+    Path(sys.argv[1], str(opened.index)).write_text(f"{here} {ring(opened)}")
+    opened.close()

@@ -107,6 +107,8 @@ def _collect(children: Sequence[_Child], store: dist.Store, grace: float) -> lis
         for failure in filter(None, (child.failure(store) for child in ended)):
             first = report(store, failure) if first is None else first
             end = end or time.monotonic() + grace
+        if first is not None and all(child.rank == first.rank for child in running):  # frozen: it will not end by itself
+            end = min(end or 0.0, time.monotonic() + 1)
     if first is None:
         return [child.report["value"] if child.report else None for child in children]
     error = RankError(str(first))
