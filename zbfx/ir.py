@@ -214,6 +214,7 @@ class Program:
     rank: int
     instrs: tuple[Instr, ...]
     source: str = ""
+    path: str = ""  # the file that `source` was read from
     held: tuple[int, ...] = ()  # bytes of activations held after each instruction
     peak: int = 0  # largest bytes of activations at any moment, temporaries inside the stage functions included
 
@@ -270,6 +271,7 @@ class Forward:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     seconds: float
+    start: int  # position of its first node in the line of all stages' nodes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,7 @@ def partition(
     """Cut the captured graph into num_stages stages with the smallest largest load; crossing bytes count at link speed.
 
     bandwidth: bytes/s of device memory, for the traffic of gradients. pins: module names before which a cut is made.
-    cuts: positions from an earlier call (`cut_positions`), to keep a plan's cuts. Raises PartitionError.
+    cuts: positions (the later stages' `start`) from an earlier call, to keep a plan's cuts. Raises PartitionError.
     """
     if num_stages < 1:
         raise PartitionError(f"{num_stages=}: a pipeline has at least 1 stage")
@@ -198,7 +198,16 @@ def _stage(captured: Captured, line: _Line, index: int, start: int, end: int) ->
     seconds = sum(n.meta["seconds"] for n in order if n.op == "call_function")
     params, buffers, constants, leaves = (tuple(g) for g in groups)
     return Forward(
-        index, graph, params, buffers, constants, leaves, tuple(n.name for n in inputs), tuple(n.name for n in outputs), seconds
+        index,
+        graph,
+        params,
+        buffers,
+        constants,
+        leaves,
+        tuple(n.name for n in inputs),
+        tuple(n.name for n in outputs),
+        seconds,
+        start,
     )
 
 

@@ -50,6 +50,8 @@ class Rank:
     ) -> None:
         self.index, self.channel, self.device = index, channel, torch.device(device)
         self.messages = messages
+        for name, (_, _, layouts) in messages.items():
+            _refuse_holes(name, layouts)
         self.recorder = recorder or Recorder(self.device)
         self.losses = tuple(torch.empty_like(weight) for weight in weights)  # filled by `loss`, one per microbatch
         self._params = {stage: tuple(values) for stage, values in params.items()}
@@ -204,6 +206,17 @@ def _canonical(layout: Layout) -> Layout:
     name, shape, stride = layout
     empty = 0 in shape
     return name, tuple(shape), tuple(0 if empty or size == 1 else step for size, step in zip(shape, stride, strict=True))
+
+
+def _refuse_holes(name: str, layouts: Sequence[Layout]) -> None:
+    """RankError unless the elements fill their storage window: channels send the window's bytes."""
+    for layout in layouts:
+        _, shape, stride = _canonical(layout)
+        expected = 1
+        for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1 and 0 not in shape):
+            if step != expected:
+                raise RankError(f"message {name}: {_show([layout])} has holes or overlaps; only dense tensors can be sent")
+            expected *= size
 
 
 def _show(layouts: Sequence[Layout]) -> str:

@@ -36,7 +36,7 @@ class _Whole(torch.nn.Module):
         super().__init__()
         self.model = model
         self._loss = loss
-        self.train(model.training)
+        self.training = model.training  # of the whole alone: submodules keep their own modes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         output = self.model(*args, **kwargs)
@@ -71,6 +71,7 @@ def capture(
     loss: Loss | None,
     device: torch.device,
     profile: Device | None = None,
+    differentiable: bool = True,
 ) -> Captured:
     """Trace one microbatch's forward pass. Tensors in args, kwargs and target only lend their shapes.
 
@@ -81,7 +82,13 @@ def capture(
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode, device), (tuple(args), dict(kwargs), target))
     with _fake_parameters(model, mode, device):
         exported = _export(whole, inputs)
-    return _captured(exported, inputs, device, model.training, profile or device_profile(device))
+    captured = _captured(exported, inputs, device, model.training, profile or device_profile(device))
+    if differentiable and not next(n for n in captured.graph.nodes if n.name == captured.loss).meta["grad"]:
+        raise InputError(
+            "the loss needs no gradient: no parameter with requires_grad=True reaches it. Unfreeze one, or check for "
+            "detach() or torch.no_grad() between the parameters and the loss"
+        )
+    return captured
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
@@ -200,11 +207,6 @@ def _captured(
     values = {**params, **buffers, **constants, **leaves}
     _clean(graph, keep=set(values))
     _analyse(graph, profile)
-    if not loss.meta["grad"] and training:
-        raise InputError(
-            "the loss needs no gradient: no parameter with requires_grad=True reaches it. Unfreeze one, or check for "
-            "detach() or torch.no_grad() between the parameters and the loss"
-        )
     return Captured(graph, params, buffers, constants, leaves, statics, loss.name, device, training)
 
 

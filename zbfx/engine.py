@@ -1,0 +1,216 @@
+"""Runs a plan's programs: all ranks as threads of this process, or this process's own rank of a process group."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbfx.batch import Batch
+from zbfx.compile import Options
+from zbfx.errors import PlanError
+from zbfx.holdings import Holdings
+from zbfx.ir import Program, Span, Timeline
+from zbfx.plan import Plan
+from zbfx.runtime import Exchange, Memory, Rank, Recorder, execute
+from zbfx.runtime.launch import connect, place, run_threads
+from zbfx.text import parse_action
+from zbfx.ties import Tie, find_ties, sum_ties
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What ran. timeline: measured, its peak that of memory (0 if not watched); held[r]: (action, bytes at its beginning)."""
+
+    timeline: Timeline
+    peak: tuple[int, ...]
+    held: tuple[tuple[tuple[str, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    """A program's text, executed: its step and its messages."""
+
+    step: Callable[[Rank], Any]
+    messages: Mapping[str, Any]
+
+
+class Engine:
+    """Binds programs to the parameters that this process holds."""
+
+    def __init__(self, holdings: Holdings, plan: Plan, options: Options) -> None:
+        self.holdings, self.device = holdings, options.device
+        where = place()
+        self.distributed = where is not None and where.size > 1
+        self.local = (where.rank,) if where is not None and self.distributed else tuple(range(options.ranks))
+        self._ties = find_ties(plan, holdings)
+        self._hold(plan, options.ranks)
+        pairs = _pairs(plan, self._ties) if self.distributed else ()
+        self._channels = [connect(self.device, pairs=pairs)] if self.distributed else list(Exchange(options.ranks).channels())
+        self._loaded: dict[tuple[int, int], _Loaded] = {}
+        self._bound: dict[int, tuple[Any, ...]] = {}
+        self._plans: list[Plan] = []
+        self._watch: tuple[bool, bool] | None = None
+        self.observed: Observed | None = None
+
+    def _hold(self, plan: Plan, ranks: int) -> None:
+        """Take what the local ranks need to the device; in a process group, let go of the rest."""
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] in self.local]
+        names = [n for s in own for n in s.names]
+        self.holdings.settle(names, [n for s in own for n in s.buffers])
+        if self.distributed:
+            self.holdings.is_partial = True
+            self.holdings.keep_only(names)
+
+    def watch(self, *, times: bool, memory: bool) -> None:
+        """Record the next steps."""
+        self._watch = (times, memory) if times or memory else None
+
+    def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
+        """One step of every local rank; the loss, on every rank."""
+        recorders = {r: self._recorder() for r in self.local}
+        ranks = [self._rank(plan, r, batch, recorders[r]) for r in self.local]
+        steps = [self._load(plan, r).step for r in self.local]
+        if self.distributed:
+            execute(ranks[0], steps[0])
+        else:
+            run_threads(ranks, steps)
+        if plan.training or any(s.gparams for s in plan.stages):
+            sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
+        if self._watch is not None:
+            self.observed = _observe(self._channels[0] if self.distributed else None, plan, recorders)
+        return self._loss(plan, ranks)
+
+    def _recorder(self) -> Recorder:
+        times, memory = self._watch or (False, False)
+        return Recorder(self.device, times=times, memory=Memory() if memory else None)
+
+    def _loss(self, plan: Plan, ranks: Sequence[Rank]) -> torch.Tensor:
+        """The sum over microbatches, in order, of each loss (divided by their number, for the mean)."""
+        last = plan.schedule.placement[-1]
+        mine = next((r for r in ranks if r.index == last), None)
+        with torch.no_grad():
+            losses = torch.stack(mine.losses) if mine is not None else torch.zeros(plan.microbatches, device=self.device)
+            if self.distributed:
+                losses = losses.to(torch.float32)
+                self._channels[0].broadcast(losses, last)
+            count = plan.microbatches if plan.reduction == "mean" else 1
+            total = losses[0] / count
+            for loss in losses[1:]:
+                total = total + loss / count
+        return total
+
+    def _rank(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Rank:
+        params, grads, weights = self._bind(plan)
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
+        microbatches = [batch.microbatch(mb) for mb in range(plan.microbatches)]
+        inputs = {
+            (s.index, mb): tuple(leaves[plan.leaves[name]].to(self.device, non_blocking=True) for name in s.leaves)
+            for s in own
+            for mb, leaves in enumerate(microbatches)
+        }
+        return Rank(
+            rank,
+            self._channels[0] if self.distributed else self._channels[rank],
+            messages=self._load(plan, rank).messages,
+            params={s.index: params[s.index] for s in own},
+            grads={s.index: grads[s.index] for s in own},
+            inputs=inputs,
+            weights=weights if plan.schedule.placement[-1] == rank else (),
+            device=self.device,
+            recorder=recorder,
+        )
+
+    def _bind(self, plan: Plan) -> tuple[Any, Any, Any]:
+        """For each local stage, its parameters and where their gradients go; the tangent of each microbatch's loss."""
+        if id(plan) not in self._bound:
+            self._plans.append(plan)  # keeps the id from being used again
+            params, grads = {}, {}
+            for s in plan.stages:
+                if plan.schedule.placement[s.index] not in self.local:
+                    continue
+                own = [self.holdings.tensor(n) for n in (*s.names, *s.buffers)]
+                params[s.index] = (*own, *[plan.constants[n].to(self.device) for n in s.constants])
+                grads[s.index] = tuple(self._target(s.index, s.names[i]) for i in s.gparams)
+            one = torch.ones((), device=self.device)
+            weight = one / plan.microbatches if plan.reduction == "mean" else one
+            self._bound[id(plan)] = (params, grads, (weight,) * plan.microbatches)
+        return self._bound[id(plan)]
+
+    def _target(self, stage: int, name: str) -> torch.Tensor:
+        parameter = self.holdings.tensor(name)
+        for tie in self._ties:
+            if tie.parameter is parameter:
+                return tie.parts[stage]
+        return parameter
+
+    def _load(self, plan: Plan, rank: int) -> _Loaded:
+        key = (id(plan), rank)
+        if key not in self._loaded:
+            self._plans.append(plan)
+            self._loaded[key] = load_program(plan.programs[rank])
+        return self._loaded[key]
+
+    def close(self) -> None:
+        """Close the channels."""
+        for channel in self._channels:
+            channel.close()
+
+
+def load_program(program: Program) -> _Loaded:
+    """Execute a program's text. Raises PlanError with the line where it is not Python, or lacks step or MESSAGES."""
+    name = program.path or f"<zbfx rank {program.rank}>"
+    linecache.cache[name] = (len(program.source), None, program.source.splitlines(True), name)
+    space: dict[str, Any] = {"__name__": f"zbfx_rank_{program.rank}"}
+    try:
+        exec(compile(program.source, name, "exec"), space)
+    except Exception as error:
+        raise PlanError(f"{name} does not run: {type(error).__name__}: {error}") from error
+    missing = [what for what in ("step", "MESSAGES") if what not in space]
+    if missing:
+        raise PlanError(f"{name} defines no {' and no '.join(missing)}: a rank file has step(rank) and MESSAGES")
+    return _Loaded(space["step"], space["MESSAGES"])
+
+
+def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
+    """Every (from, to) that messages, the loss and tied gradients travel: opened together by all ranks."""
+    place = plan.schedule.placement
+    found = {pair for a, b in zip(place, place[1:], strict=False) if a != b for pair in ((a, b), (b, a))}
+    found |= {(place[-1], r) for r in range(len(plan.programs)) if r != place[-1]}
+    for tie in ties:
+        ranks = {place[s] for s in tie.stages}
+        found |= {(a, b) for a in ranks for b in ranks if a != b}
+    return tuple(sorted(found))
+
+
+def _observe(channel: Any, plan: Plan, recorders: Mapping[int, Recorder]) -> Observed:
+    """The measured timeline of all ranks, on one clock."""
+    mine = {
+        rank: {
+            "origin": r.origin,
+            "spans": [(s.action, s.start, s.end) for s in (r.spans() if r.times else ())],
+            "peak": r.memory.peak if r.memory else 0,
+            "held": r.memory.held if r.memory else [],
+        }
+        for rank, r in recorders.items()
+    }
+    every = channel.all_gather(next(iter(mine.values()))) if channel is not None else [mine[r] for r in sorted(mine)]
+    zero = min(e["origin"] for e in every)
+    spans = tuple(
+        tuple(Span(parse_action(a), e["origin"] - zero + start, e["origin"] - zero + end) for a, start, end in e["spans"]) for e in every
+    )
+    peak = tuple(e["peak"] for e in every)
+    return Observed(_timeline(spans, peak), peak, tuple(tuple((a, b) for a, b in e["held"]) for e in every))
+
+
+def _timeline(spans: tuple[tuple[Span, ...], ...], peak: tuple[int, ...]) -> Timeline:
+    busy = [s for s in spans if s]
+    if not busy:
+        return Timeline(spans, 0.0, 0.0, 0.0, 0.0, peak)
+    span = max(s[-1].end - s[0].start for s in busy)
+    makespan = max(s[-1].end for s in busy) - min(s[0].start for s in busy)
+    work = max(sum(x.end - x.start for x in s) for s in busy)
+    return Timeline(spans, span, makespan, max(0.0, 1 - work / span), max(0.0, 1 - work / makespan), peak)

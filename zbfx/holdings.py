@@ -1,0 +1,110 @@
+"""Which of the user's parameters and buffers this process holds, under the user's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zbfx.errors import InputError
+
+Init = Callable[[str, torch.Tensor], Any] | Mapping[str, torch.Tensor]
+
+
+class Holdings:
+    """The model's tensors by name. In one process all of them; in several, this rank's own, once `keep_only` has been told.
+
+    Parameters stay the user's objects: an optimizer made before compiling goes on working.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, init: Init | None) -> None:
+        self.model, self.device, self.init = model, device, init
+        self.is_partial = False
+        self._kept: set[str] | None = None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer by the user's name."""
+        module, _, leaf = name.rpartition(".")
+        owner = self.model.get_submodule(module)
+        found = owner._parameters.get(leaf)
+        found = owner._buffers.get(leaf) if found is None else found
+        if found is None:
+            raise InputError(f"the model has no parameter or buffer {name!r}: was it changed after compiling?")
+        return found
+
+    def settle(self, parameters: Sequence[str], buffers: Sequence[str]) -> None:
+        """Bring the named tensors to the device and make the ones on the meta device real."""
+        missing = []
+        for name in [*parameters, *buffers]:
+            tensor = self.tensor(name)
+            if tensor.is_meta:
+                missing += self._materialize(name, tensor)
+            elif tensor.device != self.device:
+                with torch.no_grad():
+                    tensor.data = tensor.data.to(self.device)
+        if missing:
+            raise InputError(
+                f"{len(missing)} tensors lie on the meta device and have no values, {missing[0]!r} first: pass init= to zbfx.compile, "
+                "a function fn(name, tensor) that fills each in place, or a state dict"
+            )
+
+    def _materialize(self, name: str, tensor: torch.Tensor) -> list[str]:
+        """Allocate a meta tensor and fill it from init. Returns [name] if there is nothing to fill it from."""
+        if self.init is None or (not callable(self.init) and name not in self.init):
+            return [name]
+        real = torch.empty_like(tensor, device=self.device)
+        with torch.no_grad():
+            if callable(self.init):
+                self.init(name, real)
+            else:
+                real.copy_(self.init[name])
+        self._replace(tensor, real)
+        return []
+
+    def _replace(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Put a new tensor wherever the model has the old one (a shared one stays shared)."""
+        if isinstance(old, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+        for module in self.model.modules():
+            for slots in (module._parameters, module._buffers):
+                for leaf, value in slots.items():
+                    if value is old:
+                        slots[leaf] = new
+
+    def keep_only(self, parameters: Sequence[str]) -> None:
+        """Give back the memory of every parameter that is not named: the model keeps a meta tensor in its place."""
+        self._kept = set(parameters)
+        mine = {id(self.tensor(name)) for name in parameters}
+        windows = {self.tensor(name).untyped_storage()._cdata for name in parameters}
+        for _, parameter in list(self.model.named_parameters()):
+            if id(parameter) in mine or parameter.is_meta:
+                continue
+            self._replace(parameter, torch.empty_like(parameter, device="meta"))
+            parameter.grad = None
+            storage = parameter.untyped_storage()
+            if storage._cdata not in windows and storage.resizable():
+                storage.resize_(0)  # an optimizer may still hold the parameter: it has no gradient, and is skipped
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(the user's name, parameter), each parameter once."""
+        for name, parameter in self.model.named_parameters():
+            if self._kept is None or not parameter.is_meta:
+                yield name, parameter
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers held here."""
+        return {name: value for name, value in self.model.state_dict().items() if not value.is_meta}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy values in; every tensor held here must be in `state` with its shape."""
+        mine = self.state_dict()
+        missing = [name for name in mine if name not in state]
+        if missing:
+            raise InputError(f"the state dict lacks {len(missing)} of this rank's tensors, {missing[0]!r} first")
+        for name, tensor in mine.items():
+            if tensor.shape != state[name].shape:
+                raise InputError(f"{name!r} has shape {list(tensor.shape)} here, {list(state[name].shape)} in the state dict")
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(state[name])

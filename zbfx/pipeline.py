@@ -1,0 +1,329 @@
+"""Pipeline: what `zbfx.compile` returns. It trains the user's own parameters through the generated programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zbfx.batch import Batch, read_batch
+from zbfx.compile import Options, build_plan, reorder
+from zbfx.engine import Engine, Observed
+from zbfx.errors import InputError
+from zbfx.holdings import Holdings, Init
+from zbfx.ir import Schedule
+from zbfx.plan import Plan
+from zbfx.runtime.launch import place
+from zbfx.text import parse_size
+from zbfx.trace.capture import Loss
+
+_REDUCTIONS = ("mean", "sum")
+
+
+def compile(
+    model: torch.nn.Module,
+    num_stages: int,
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    example_target: Any = None,
+    loss: Loss | None = None,
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    schedule: str | Schedule = "zb-h1",
+    memory: str | int | None = None,
+    cuts: Sequence[str] = (),
+    reduction: str = "mean",
+    shared: Sequence[str] = (),
+    device: str | torch.device | None = None,
+    init: Init | None = None,
+) -> Pipeline:
+    """Compile a model into `num_stages` pipeline stages; returns a Pipeline that trains it.
+
+    example_inputs, example_kwargs, example_target: a whole batch like those `step` will get; with them compilation happens now
+    (a missing target is taken from the model's output where loss allows), without at the first step.
+    loss: fn(output, target) -> scalar; absent when the model returns its own loss. microbatches: slices of a batch per step,
+    2 * num_stages by default. ranks: workers, the size of the process group or num_stages by default. schedule: "gpipe",
+    "1f1b", "zb-h1", or a Schedule. memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and
+    activations. cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their
+    number; "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a
+    process group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor)
+    that fills a parameter in place, or a state dict.
+
+    Raises InputError, TraceError, PartitionError, ScheduleError, MemoryBudgetError.
+    """
+    where = place()
+    size = where.size if where is not None and where.size > 1 else None
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise InputError(f"{num_stages=}: a pipeline has at least 1 stage")
+    microbatches = 2 * num_stages if microbatches is None else microbatches
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise InputError(f"{microbatches=}: a step needs at least 1 microbatch")
+    ranks = ranks or (len(schedule.ranks) if isinstance(schedule, Schedule) else size or num_stages)
+    if size is not None and ranks != size:
+        raise InputError(f"{ranks=}, but the process group has {size} processes: leave ranks out, or start {ranks} processes")
+    if reduction not in _REDUCTIONS:
+        raise InputError(f"{reduction=}: choose one of {_REDUCTIONS}")
+    options = Options(
+        num_stages,
+        microbatches,
+        ranks,
+        schedule,
+        None if memory is None else parse_size(memory),
+        tuple(cuts),
+        reduction,
+        _device(model, device, where is not None and where.size > 1),
+    )
+    pipe = Pipeline(model, options, loss=loss, shared=tuple(shared), init=init)
+    if example_inputs is not None or example_kwargs is not None:
+        pipe.prepare(*(example_inputs or ()), target=example_target, **(example_kwargs or {}))
+    return pipe
+
+
+def _device(model: torch.nn.Module, asked: str | torch.device | None, distributed: bool) -> torch.device:
+    if asked is None:
+        first = next(model.parameters(), None)
+        at = torch.device("cpu") if first is None or first.is_meta else first.device
+        asked = "cuda" if distributed and torch.cuda.is_available() else at
+    device = torch.device(asked)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(
+                f"device={str(device)!r}, but this machine has no CUDA device: kernels are chosen where they run, so compile on the GPU "
+                'machine, or pass device="cpu"'
+            )
+        local = int(os.environ.get("LOCAL_RANK", "0")) if distributed else torch.cuda.current_device()
+        return torch.device("cuda", device.index if device.index is not None else local)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device={str(device)!r}: zbfx runs on cpu and cuda")
+    return device
+
+
+class Pipeline:
+    """A compiled model. `step` trains, `eval_step` evaluates, `plan` shows everything."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Options,
+        *,
+        loss: Loss | None = None,
+        shared: tuple[str, ...] = (),
+        init: Init | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        self._model, self._options, self._loss, self._shared = model, options, loss, shared
+        self._holdings = Holdings(model, options.device, init)
+        self._engine: Engine | None = None
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._current: Plan | None = None
+        if plan is not None:
+            self._adopt(plan)
+            self._loaded: Plan | None = plan
+        else:
+            self._loaded = None
+
+    # ------------------------------------------------------------ training and evaluation
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """One step over a batch: forward and backward of every microbatch, gradients added to the parameters' `.grad`.
+
+        Returns the loss (0-dim, detached) on every rank: the mean (or sum) over microbatches. The batch is cut along dimension 0;
+        it must divide by `microbatches`. New input shapes are compiled for on sight. Raises InputError before anything
+        ran, RankError if a rank failed.
+        """
+        batch = self._read(args, kwargs, target)
+        plan = self._plan_for(batch, forward_only=False)
+        self._current = plan
+        return self._running(plan).run(plan, batch)
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """The loss of a batch, forward only, as `model.eval()` would compute it: no dropout, statistics used and not updated.
+
+        Changes nothing that training can see. Returns the loss on every rank.
+        """
+        batch = self._read(args, kwargs, target)
+        if self._current is None:
+            self._current = self._plan_for(batch, forward_only=False)
+        plan = self._plan_for(batch, forward_only=True)
+        return self._running(self._current).run(plan, batch)
+
+    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Plan:
+        """Compile for a batch like this one, without running it."""
+        batch = self._read(args, kwargs, target)
+        self._current = self._plan_for(batch, forward_only=False)
+        self._running(self._current)
+        return self._current
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
+        return read_batch(args, kwargs, target, self._options.microbatches, self._shared)
+
+    def _plan_for(self, batch: Batch, *, forward_only: bool) -> Plan:
+        key = (forward_only, self._mode(), *batch.key())
+        if key not in self._plans:
+            fits = self._loaded is not None and not forward_only and _fits(self._loaded, batch)
+            self._plans[key] = self._loaded if fits and self._loaded is not None else self._build(batch, forward_only)
+        return self._plans[key]
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple(m.training for m in self._model.modules())
+
+    def _build(self, batch: Batch, forward_only: bool) -> Plan:
+        args, kwargs, target = batch.example()
+        like = self._current or self._loaded
+        with _evaluating(self._model) if forward_only else _as_it_is():
+            return build_plan(
+                self._model,
+                args,
+                kwargs,
+                target,
+                loss=self._loss,
+                options=self._options,
+                like=like,
+                forward_only=forward_only,
+            )
+
+    def _running(self, plan: Plan) -> Engine:
+        if self._engine is None:
+            self._adopt(plan)
+        assert self._engine is not None  # made by _adopt
+        return self._engine
+
+    def _adopt(self, plan: Plan) -> None:
+        """The first plan decides which rank holds which parameters."""
+        self._engine = Engine(self._holdings, plan, self._options)
+
+    # ------------------------------------------------------------ what is compiled
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last training step (or of the example inputs). Raises InputError before there is one."""
+        if self._current is None and self._loaded is None:
+            raise InputError("nothing is compiled yet: pass example_inputs to zbfx.compile, or run a step")
+        return self._current or self._loaded  # type: ignore[return-value]
+
+    def reschedule(
+        self, schedule: str | Schedule | None = None, *, microbatches: int | None = None, memory: str | int | None = None
+    ) -> Pipeline:
+        """The same stages and parameters under another schedule or number of microbatches (of the same size), at once.
+
+        Returns this pipeline. Batches given to `step` must have microbatches times the microbatch's samples.
+        """
+        options = replace(
+            self._options,
+            schedule=schedule or self._options.schedule,
+            microbatches=microbatches or self._options.microbatches,
+            memory=self._options.memory if memory is None else parse_size(memory),
+        )
+        plans = {key: reorder(plan, options) for key, plan in self._plans.items() if not key[0]}
+        current = next((k for k, p in self._plans.items() if p is self._current), None)
+        self._options, self._plans = options, plans
+        self._current = plans.get(current) if current is not None else None
+        return self
+
+    # ------------------------------------------------------------ the user's parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(the user's name, parameter) of what this process holds: all without a process group, else this rank's part."""
+        return self._held().named_parameters()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters this process holds: give them to your optimizer."""
+        return (p for _, p in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The user's names -> parameters and buffers that this process holds."""
+        return self._held().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy values into the parameters and buffers this process holds; `state` may hold more. Raises InputError."""
+        self._held().load_state_dict(state)
+
+    def _held(self) -> Holdings:
+        if self._holdings.is_partial and self._engine is None:
+            raise InputError("which parameters this rank holds is known once compiled: pass example_inputs to zbfx.compile, or run a step")
+        return self._holdings
+
+    # ------------------------------------------------------------ watching
+
+    def watch(self, *, times: bool = True, memory: bool = False) -> None:
+        """Record the next steps: start and end of every action, and (memory) exact bytes. Read `observed` after a step."""
+        if self._engine is None:
+            raise InputError("nothing is compiled yet: pass example_inputs to zbfx.compile, or run a step")
+        self._engine.watch(times=times, memory=memory)
+
+    @property
+    def observed(self) -> Observed:
+        """What the last watched step did: a measured Timeline and, with memory, peak bytes of activations per rank."""
+        if self._engine is None or self._engine.observed is None:
+            raise InputError("nothing was recorded: call watch() before a step")
+        return self._engine.observed
+
+    def close(self) -> None:
+        """Give back what ranks in several processes share (connections, heartbeats)."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def load(
+    folder: str | Path,
+    model: torch.nn.Module,
+    *,
+    loss: Loss | None = None,
+    device: str | torch.device | None = None,
+    init: Init | None = None,
+    shared: Sequence[str] = (),
+) -> Pipeline:
+    """A Pipeline that runs the rank files of a plan folder (`plan.save`), as they are on disk, on a model of the same make.
+
+    loss is needed again only to compile for other input shapes or to evaluate. Raises PlanError.
+    """
+    from zbfx.folder import load_plan
+
+    plan = load_plan(Path(folder), model)
+    where = place()
+    distributed = where is not None and where.size > 1
+    options = Options(
+        len(plan.stages),
+        plan.microbatches,
+        len(plan.programs),
+        plan.schedule,
+        None,
+        (),
+        plan.reduction,
+        _device(model, device or plan.device.type, distributed),
+    )
+    return Pipeline(model, options, loss=loss, shared=tuple(shared), init=init, plan=replace(plan, device=options.device))
+
+
+def _fits(plan: Plan, batch: Batch) -> bool:
+    """True if a loaded plan is for this batch's shapes and values."""
+    leaves = batch.microbatch(0)
+    shapes = {
+        i: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)
+    }
+    statics = {i: repr(v) for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
+    return shapes == dict(plan.shapes) and statics == {i: repr(v) for i, v in plan.statics.items()}
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+

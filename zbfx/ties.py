@@ -1,0 +1,83 @@
+"""Parameters that several stages use: each stage gathers its own gradient, and a step ends with their sum on every holder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zbfx.holdings import Holdings
+from zbfx.plan import Plan
+from zbfx.runtime import Channel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tie:
+    """A parameter, the stages that use it, and for each local stage a stand-in that gathers its gradient."""
+
+    name: str
+    parameter: torch.Tensor
+    stages: tuple[int, ...]
+    parts: dict[int, torch.Tensor]
+
+
+def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
+    """The parameters that get gradients on more than one stage."""
+    users: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for i in stage.gparams:
+            users.setdefault(stage.names[i], []).append(stage.index)
+    ties = []
+    for name, stages in users.items():
+        if len(stages) > 1:
+            parameter = holdings.tensor(name)
+            parts = {k: torch.empty(0, device=parameter.device).requires_grad_() for k in stages}
+            ties.append(Tie(name, parameter, tuple(stages), parts))
+    return tuple(ties)
+
+
+def sum_ties(ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Channel | None) -> None:
+    """Add the sum over stages, last stage first, to the parameter's gradient, on every rank that holds it."""
+    for number, tie in enumerate(ties):
+        place = plan.schedule.placement
+        mine = [k for k in reversed(tie.stages) if place[k] in local]
+        if not mine:
+            continue
+        grads = [tie.parts[k].grad for k in mine]
+        total = grads[0]
+        for grad in grads[1:]:
+            total = total + grad  # type: ignore[operator]
+        for k in mine:
+            tie.parts[k].grad = None
+        ranks = sorted({place[k] for k in tie.stages}, reverse=True)
+        if channel is not None and total is not None and len(ranks) > 1:
+            total = _exchange(f"tie {number}", total, ranks, local[0], channel)
+        if total is not None:
+            parameter = tie.parameter
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+
+def _exchange(name: str, mine: torch.Tensor, ranks: Sequence[int], rank: int, channel: Channel) -> torch.Tensor:
+    """Sum over ranks at the owner (the last of `ranks`, which holds the first stage), in the order of `ranks`; then back to all."""
+    owner, others = ranks[-1], ranks[:-1]
+    if rank != owner:
+        total = torch.empty_like(mine)
+        channel.post(f"{name} {owner}>{rank}", owner, (total,))
+        channel.send(f"{name} {rank}>{owner}", owner, (mine,))
+        channel.recv(f"{name} {owner}>{rank}")
+        channel.sent(f"{name} {rank}>{owner}")
+        return total
+    parts = [torch.empty_like(mine) for _ in others]
+    for other, part in zip(others, parts, strict=True):
+        channel.post(f"{name} {other}>{owner}", other, (part,))
+    for other in others:
+        channel.recv(f"{name} {other}>{owner}")
+    total = parts[0]
+    for part in [*parts[1:], mine]:
+        total = total + part
+    for other in others:
+        channel.send(f"{name} {owner}>{other}", other, (total,))
+    for other in others:
+        channel.sent(f"{name} {owner}>{other}")
+    return total
