@@ -55,7 +55,7 @@ def test_verbs_refuse_with_the_rank_and_the_action(what: str) -> None:
 @pytest.mark.parametrize("shape, stride", [((2, 3), (4, 1)), ((2, 3), (0, 1)), ((4,), (2,)), ((2, 2), (1, 1))])
 def test_only_dense_tensors_travel(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     channel, _ = Exchange(2).channels()
-    with pytest.raises(RankError, match="message 1F: .* has holes or overlaps"):
+    with pytest.raises(RankError, match=r"message 1F: .* has holes or overlaps"):
         bare_rank(channel, {"1F": (0, 1, (("float32", shape, stride),))})
 
 
