@@ -25,9 +25,7 @@ class Batch:
     def microbatch(self, mb: int) -> list[Any]:
         """The leaves of one microbatch: narrow views of those that are split."""
         step = self.size // self.microbatches
-        return [
-            leaf.narrow(0, mb * step, step) if split else leaf for leaf, split in zip(self.leaves, self.split, strict=True)
-        ]
+        return [leaf.narrow(0, mb * step, step) if split else leaf for leaf, split in zip(self.leaves, self.split, strict=True)]
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The first microbatch, as (args, kwargs, target)."""
@@ -39,10 +37,12 @@ class Batch:
         return (str(self.spec), *[_leaf_key(leaf) for leaf in self.microbatch(0)])
 
 
-def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int, shared: Sequence[str] = ()) -> Batch:
+def read_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, microbatches: int, shared: Sequence[str] = ()
+) -> Batch:
     """Decide how a call's arguments are cut, before anything runs.
 
-    The batch size is the size of dimension 0 of the first tensor with dimensions among args, kwargs and target. Tensors with that
+    The batch size is that of dimension 0 of the first tensor with dimensions among args, kwargs and target. Tensors of that
     size are split; all others, and those whose keyword is in `shared`, go whole to every microbatch.
     Raises InputError where there is no tensor, or the batch does not divide by microbatches.
     """
@@ -55,8 +55,8 @@ def read_batch(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, micr
     if size % microbatches:
         near = [d for d in range(1, size + 1) if size % d == 0]
         raise InputError(
-            f"a batch of {size} does not divide into {microbatches=} equal parts. Pad or drop samples (DataLoader(drop_last=True)), "
-            f"or compile with microbatches from {near}"
+            f"a batch of {size} does not divide into {microbatches=} equal parts. Pad or drop samples "
+            f"(DataLoader(drop_last=True)), or compile with microbatches from {near}"
         )
     split = tuple(
         isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == size and not _is_shared(path, shared)

@@ -11,7 +11,22 @@ from torch.utils import _pytree as pytree
 
 from zbfx.codegen.program import program_text
 from zbfx.errors import InputError
-from zbfx.ir import Action, Captured, Cost, CostModel, Fn, Forward, Joint, Link, Program, Schedule, Stage, Timeline
+from zbfx.ir import (
+    Action,
+    Captured,
+    Cost,
+    CostModel,
+    Fn,
+    Forward,
+    Joint,
+    Link,
+    Program,
+    Schedule,
+    Stage,
+    Timeline,
+    Value,
+    outputs_of,
+)
 from zbfx.passes.allocate import allocate, message_values, refuse_over_limit
 from zbfx.passes.communicate import communicate
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
@@ -30,11 +45,12 @@ from zbfx.verify_program import verify_programs, verify_stage
 # Between processes of one machine, and between GPUs of one server: seconds per message, bytes per second.
 LINKS = {"cpu": Link(latency=5e-5, bandwidth=2e9), "cuda": Link(latency=1e-5, bandwidth=1e11)}
 History = list[tuple[str, Any]]
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for. schedule: a name or a Schedule; memory: bytes per rank or None; pins: module names to cut before."""
+    """What the user asked for. schedule: a name or a Schedule; memory: bytes per rank; pins: module names to cut before."""
 
     num_stages: int
     microbatches: int
@@ -43,7 +59,7 @@ class Options:
     memory: int | None = None
     pins: tuple[str, ...] = ()
     reduction: str = "mean"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
 
 def build_plan(
@@ -69,7 +85,9 @@ def build_plan(
     stages = _split(captured, forwards, forward_only)
     history.append(("split_backward", stages))
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs), target))
-    shapes = {i: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+    shapes = {
+        i: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)
+    }
     return finish_plan(stages, captured, options, history, shapes, forward_only=forward_only)
 
 
@@ -85,7 +103,9 @@ def finish_plan(
     """From split stages to programs: cost, order, simulate, communicate, allocate, generate."""
     history = list(history)
     profiles: dict[int, Profile] = {}
-    placement = options.schedule.placement if isinstance(options.schedule, Schedule) else block_placement(len(stages), options.ranks)
+    placement = (
+        options.schedule.placement if isinstance(options.schedule, Schedule) else block_placement(len(stages), options.ranks)
+    )
     static = _static_bytes(stages, captured, placement, options.ranks)
     costs = estimate_costs(stages, options, static, profiles)
     history.append(("estimate", costs))
@@ -153,7 +173,7 @@ def _operators(captured: Captured) -> list[Any]:
 
 def _split(captured: Captured, forwards: Sequence[Forward], forward_only: bool) -> tuple[Stage, ...]:
     """Differentiate and split each stage, last to first: the layout of a gradient is known where it is made."""
-    tangents: list[Any] = [None if forward_only else forwards[-1].graph.output_node().args[0][0].meta["val"]]  # type: ignore[index, union-attr]
+    tangents: list[Any] = [None if forward_only else outputs_of(forwards[-1].graph)[0].meta["val"]]
     stages: list[Stage] = []
     for forward in reversed(forwards):
         joint = differentiate(forward, tangents)
@@ -168,15 +188,12 @@ def _gradients_sent(forward: Forward, joint: Joint, stage: Stage) -> list[Any]:
     """For each of a stage's inputs, the fake gradient that it sends back, or None."""
     sent: list[Any] = [None] * len(forward.inputs)
     if stage.B is not None:
-        outputs = stage.B.graph.output_node().args[0]
         for i, position in enumerate(joint.gx):
-            sent[position] = outputs[i].meta["val"]  # type: ignore[index, union-attr]
+            sent[position] = stage.B.outputs[i].meta["val"]
     return sent
 
 
-def estimate_costs(
-    stages: Sequence[Stage], options: Options, static: Sequence[int], profiles: dict[int, Profile]
-) -> CostModel:
+def estimate_costs(stages: Sequence[Stage], options: Options, static: Sequence[int], profiles: dict[int, Profile]) -> CostModel:
     """Seconds and bytes of every stage's F, B and W; seconds between ranks; bytes left for activations on each rank."""
     device = device_profile(options.device)
     link = LINKS.get(options.device.type, LINKS["cuda"])
@@ -197,7 +214,7 @@ def estimate_costs(
 def _stage_cost(stage: Stage, device: Any, profiles: dict[int, Profile]) -> Cost:
     seconds = [0.0 if fn is None else graph_seconds(fn.graph, device) for fn in (stage.F, stage.B, stage.W)]
     changes, peaks = _stage_bytes(stage, profiles)
-    return Cost(*seconds, *changes, *peaks)
+    return Cost(seconds[0], seconds[1], seconds[2], *changes, *peaks)
 
 
 def _stage_bytes(stage: Stage, profiles: dict[int, Profile]) -> tuple[list[int], list[int]]:
@@ -241,9 +258,7 @@ def _static_bytes(stages: Sequence[Stage], captured: Captured, placement: Sequen
     return tuple(totals)
 
 
-def _order(
-    stages: Sequence[Stage], options: Options, placement: Sequence[int], costs: CostModel, forward_only: bool
-) -> Schedule:
+def _order(stages: Sequence[Stage], options: Options, placement: Sequence[int], costs: CostModel, forward_only: bool) -> Schedule:
     if forward_only:
         by_rank = [[k for k, r in enumerate(placement) if r == rank] for rank in range(options.ranks)]
         ranks = tuple(tuple(Action(k, "F", mb) for mb in range(options.microbatches) for k in own) for own in by_rank)
@@ -256,7 +271,9 @@ def _order(
                 f"compile was asked for {len(stages)} stages on {options.ranks}"
             )
         if schedule.microbatches != options.microbatches:
-            raise InputError(f"the schedule runs {schedule.microbatches} microbatches, compile was asked for {options.microbatches}")
+            raise InputError(
+                f"the schedule runs {schedule.microbatches} microbatches, compile was asked for {options.microbatches}"
+            )
     else:
         schedule = order_fixed(options.schedule, placement, options.microbatches, costs=costs)
     return verify_schedule(schedule)
@@ -266,7 +283,7 @@ def _with_source(
     program: Program, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline, options: Options, costs: CostModel
 ) -> Program:
     own = [k for k, r in enumerate(schedule.placement) if r == program.rank]
-    layouts = {}
+    layouts: dict[Action, tuple[Value, ...]] = {}
     for instr in program.instrs:
         if instr.verb in ("post", "send"):
             key = Action(instr.action.stage, instr.action.kind, 0)

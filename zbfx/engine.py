@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def load_program(program: Program) -> _Loaded:
 def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
     """Every (from, to) that messages, the loss and tied gradients travel: opened together by all ranks."""
     place = plan.schedule.placement
-    found = {pair for a, b in zip(place, place[1:], strict=False) if a != b for pair in ((a, b), (b, a))}
+    found = {pair for a, b in pairwise(place) if a != b for pair in ((a, b), (b, a))}
     found |= {(place[-1], r) for r in range(len(plan.programs)) if r != place[-1]}
     for tie in ties:
         ranks = {place[s] for s in tie.stages}
@@ -188,7 +189,7 @@ def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
 
 def _observe(channel: Any, plan: Plan, recorders: Mapping[int, Recorder]) -> Observed:
     """The measured timeline of all ranks, on one clock."""
-    mine = {
+    mine: dict[int, dict[str, Any]] = {
         rank: {
             "origin": r.origin,
             "spans": [(s.action, s.start, s.end) for s in (r.spans() if r.times else ())],
@@ -200,7 +201,8 @@ def _observe(channel: Any, plan: Plan, recorders: Mapping[int, Recorder]) -> Obs
     every = channel.all_gather(next(iter(mine.values()))) if channel is not None else [mine[r] for r in sorted(mine)]
     zero = min(e["origin"] for e in every)
     spans = tuple(
-        tuple(Span(parse_action(a), e["origin"] - zero + start, e["origin"] - zero + end) for a, start, end in e["spans"]) for e in every
+        tuple(Span(parse_action(a), e["origin"] - zero + start, e["origin"] - zero + end) for a, start, end in e["spans"])
+        for e in every
     )
     peak = tuple(e["peak"] for e in every)
     return Observed(_timeline(spans, peak), peak, tuple(tuple((a, b) for a, b in e["held"]) for e in every))

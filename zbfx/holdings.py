@@ -27,7 +27,7 @@ class Holdings:
         """A parameter or buffer by the user's name."""
         module, _, leaf = name.rpartition(".")
         owner = self.model.get_submodule(module)
-        found = owner._parameters.get(leaf)
+        found: torch.Tensor | None = owner._parameters.get(leaf)
         found = owner._buffers.get(leaf) if found is None else found
         if found is None:
             raise InputError(f"the model has no parameter or buffer {name!r}: was it changed after compiling?")
@@ -45,8 +45,8 @@ class Holdings:
                     tensor.data = tensor.data.to(self.device)
         if missing:
             raise InputError(
-                f"{len(missing)} tensors lie on the meta device and have no values, {missing[0]!r} first: pass init= to zbfx.compile, "
-                "a function fn(name, tensor) that fills each in place, or a state dict"
+                f"{len(missing)} tensors lie on the meta device and have no values, {missing[0]!r} first: pass init= to "
+                "zbfx.compile, a function fn(name, tensor) that fills each in place, or a state dict"
             )
 
     def _materialize(self, name: str, tensor: torch.Tensor) -> list[str]:
@@ -67,7 +67,7 @@ class Holdings:
         if isinstance(old, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
         for module in self.model.modules():
-            for slots in (module._parameters, module._buffers):
+            for slots in _slots(module):
                 for leaf, value in slots.items():
                     if value is old:
                         slots[leaf] = new
@@ -108,3 +108,7 @@ class Holdings:
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
+
+
+def _slots(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers

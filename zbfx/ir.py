@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
@@ -142,13 +142,18 @@ class Fn:
     def __str__(self) -> str:
         return "\n".join(_line(node) for node in self.graph.nodes)
 
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What the graph returns."""
+        return outputs_of(self.graph)
+
     def value(self, name: str) -> Value:
         """The type of a node."""
         return value_of(name, next(n for n in self.graph.nodes if n.name == name).meta["val"])
 
     def group(self, name: str) -> tuple[Value, ...]:
         """The types of an output group."""
-        nodes = self.graph.output_node().args[0]
+        nodes = self.outputs
         start = 0
         for group, count in self.gives.items():
             if group == name:
@@ -157,12 +162,26 @@ class Fn:
         return ()
 
 
+def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns, which is always a flat tuple of nodes here."""
+    return cast(tuple[fx.Node, ...], graph.output_node().args[0])
+
+
 def value_of(name: str, tensor: torch.Tensor) -> Value:
     """The type of a (fake) tensor."""
     return Value(name, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "bool": "b8", "uint8": "u8"}
+_SHORT = {
+    "float32": "f32",
+    "float64": "f64",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "bool": "b8",
+    "uint8": "u8",
+}
 
 
 def short(value: Any) -> str:
@@ -181,7 +200,7 @@ def _line(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name}: {kind}"
     if node.op == "output":
-        return f"return {', '.join(map(str, node.args[0]))}"
+        return f"return {', '.join(map(str, cast(tuple[fx.Node, ...], node.args[0])))}"
     args = [*map(str, node.args), *[f"{k}={v}" for k, v in node.kwargs.items()]]
     target = getattr(node.target, "__name__", str(node.target))
     return f"{node.name}: {kind} = {target}({', '.join(args)})" + (f"  # {source}" if source else "")

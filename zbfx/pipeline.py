@@ -17,7 +17,7 @@ from zbfx.engine import Engine, Observed
 from zbfx.errors import InputError
 from zbfx.holdings import Holdings, Init
 from zbfx.ir import Schedule
-from zbfx.plan import Plan
+from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
 from zbfx.trace.capture import Loss
@@ -94,8 +94,8 @@ def _device(model: torch.nn.Module, asked: str | torch.device | None, distribute
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InputError(
-                f"device={str(device)!r}, but this machine has no CUDA device: kernels are chosen where they run, so compile on the GPU "
-                'machine, or pass device="cpu"'
+                f"device={str(device)!r}, but this machine has no CUDA device: kernels are chosen where they run, so compile on "
+                'the GPU machine, or pass device="cpu"'
             )
         local = int(os.environ.get("LOCAL_RANK", "0")) if distributed else torch.cuda.current_device()
         return torch.device("cuda", device.index if device.index is not None else local)
@@ -246,7 +246,9 @@ class Pipeline:
 
     def _held(self) -> Holdings:
         if self._holdings.is_partial and self._engine is None:
-            raise InputError("which parameters this rank holds is known once compiled: pass example_inputs to zbfx.compile, or run a step")
+            raise InputError(
+                "which parameters this rank holds is known once compiled: pass example_inputs to zbfx.compile, or run a step"
+            )
         return self._holdings
 
     # ------------------------------------------------------------ watching
@@ -283,9 +285,7 @@ def load(
 
     loss is needed again only to compile for other input shapes or to evaluate. Raises PlanError.
     """
-    from zbfx.folder import load_plan
-
-    plan = load_plan(Path(folder), model)
+    plan = load_plan(Path(folder))
     where = place()
     distributed = where is not None and where.size > 1
     options = Options(
@@ -325,5 +325,3 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def _as_it_is() -> Iterator[None]:
     yield
-
-

@@ -1,4 +1,4 @@
-"""Plan: everything the compiler decided, open to the reader."""
+"""Plan: everything the compiler decided, open to the reader; and its way to disk and back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
+from zbfx.codegen.folder import Folder, field, read_folder, write_folder
+from zbfx.errors import PlanError
 from zbfx.ir import CostModel, Program, Schedule, Stage, Timeline
+from zbfx.passes.simulate import simulate
+from zbfx.text import costs_from_json, format_bytes, schedule_from_json, schedule_to_csv, schedule_to_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStage:
-    """A stage read back from a plan folder: its functions are text (the rank file's), not graphs. See ir.Stage."""
+    """A stage read back from a plan folder: its functions are in the rank file's text, not graphs. See ir.Stage."""
 
     index: int
-    F: str
-    B: str | None
-    W: str | None
     names: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
@@ -55,7 +56,7 @@ class Plan:
 
     @property
     def owners(self) -> dict[str, int]:
-        """The user's parameter name -> its (first) stage."""
+        """The user's name of each parameter -> its (first) stage."""
         return {name: s.index for s in reversed(self.stages) for name in s.names}
 
     def save(self, folder: str | Path) -> Path:
@@ -63,13 +64,84 @@ class Plan:
 
         `zbfx.load(folder, model)` runs it; an edited rank file runs as edited. Raises PlanError.
         """
-        from zbfx.folder import save_plan
+        path = Path(folder)
+        schedule = schedule_to_json(self.schedule, self.costs)
+        sources = [p.source for p in self.programs]
+        write_folder(path, Folder(self._manifest(), schedule, schedule_to_csv(self.schedule), sources, self.constants))
+        return path
 
-        return save_plan(self, Path(folder))
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "torch": torch.__version__,
+            "device": self.device.type,
+            "ranks": len(self.programs),
+            "microbatches": self.microbatches,
+            "reduction": self.reduction,
+            "training": self.training,
+            "stages": [
+                {
+                    "parameters": list(s.names),
+                    "gradients": list(s.gparams),
+                    "buffers": list(s.buffers),
+                    "constants": list(s.constants),
+                    "inputs": list(s.leaves),
+                }
+                for s in self.stages
+            ],
+            "inputs": dict(self.leaves),
+            "values": [[i, v] for i, v in self.statics.items()],
+            "shapes": [[i, list(shape), dtype] for i, (shape, dtype) in self.shapes.items()],
+            "constants": sorted(self.constants),
+            "static_bytes": list(self.static_bytes),
+            "peak_bytes": [p.peak for p in self.programs],
+        }
 
     def __str__(self) -> str:
-        t = self.timeline
+        peak = max((p.peak for p in self.programs), default=0)
         return (
-            f"Plan of {len(self.stages)} stages on {len(self.programs)} ranks, {self.schedule.name}, {self.microbatches} microbatches: "
-            f"predicted bubble {t.bubble_makespan:.1%}, peak {max((p.peak for p in self.programs), default=0)} bytes of activations"
+            f"Plan: {len(self.stages)} stages on {len(self.programs)} ranks, {self.schedule.name}, {self.microbatches} "
+            f"microbatches; predicted bubble {self.timeline.bubble_makespan:.1%}, peak {format_bytes(peak)} of activations"
         )
+
+
+def load_plan(folder: Path) -> Plan:
+    """Read a plan folder. Raises PlanError, ScheduleError."""
+    content = read_folder(folder)
+    data, where = content.manifest, str(folder / "plan.json")
+    schedule = schedule_from_json(content.schedule, str(folder / "schedule.json"))
+    costs = costs_from_json(content.schedule, str(folder / "schedule.json"))
+    if costs is None:
+        raise PlanError(f"{folder / 'schedule.json'}: has no costs: save the plan again")
+    peaks = field(data, "peak_bytes", list, where)
+    if len(schedule.ranks) != len(content.sources) or len(peaks) != len(content.sources):
+        raise PlanError(f"{where}: {len(content.sources)} ranks, but the schedule has {len(schedule.ranks)}")
+    programs = tuple(
+        Program(r, (), source=text, path=str(folder / f"rank_{r}.py"), peak=int(peaks[r]))
+        for r, text in enumerate(content.sources)
+    )
+    missing = [c for c in field(data, "constants", list, where) if c not in content.constants]
+    if missing:
+        raise PlanError(f"{folder / 'constants.safetensors'}: lacks {missing}")
+    return Plan(
+        tuple(_stage(k, s, where) for k, s in enumerate(field(data, "stages", list, where))),
+        costs,
+        schedule,
+        simulate(schedule, costs),
+        programs,
+        torch.device(field(data, "device", str, where)),
+        field(data, "microbatches", int, where),
+        field(data, "reduction", str, where),
+        field(data, "training", bool, where),
+        field(data, "inputs", dict, where),
+        {i: v for i, v in field(data, "values", list, where)},
+        {i: (tuple(shape), dtype) for i, shape, dtype in field(data, "shapes", list, where)},
+        content.constants,
+        tuple(field(data, "static_bytes", list, where)),
+        (),
+    )
+
+
+def _stage(index: int, data: Any, where: str) -> StoredStage:
+    place = f"{where}, stage {index}"
+    parts = [tuple(field(data, name, list, place)) for name in ("parameters", "buffers", "constants", "inputs", "gradients")]
+    return StoredStage(index, *parts)

@@ -59,7 +59,7 @@ def sum_ties(ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Cha
 
 
 def _exchange(name: str, mine: torch.Tensor, ranks: Sequence[int], rank: int, channel: Channel) -> torch.Tensor:
-    """Sum over ranks at the owner (the last of `ranks`, which holds the first stage), in the order of `ranks`; then back to all."""
+    """Sum at the owner (the last of `ranks`, which holds the first stage), in the order of `ranks`; then back to all."""
     owner, others = ranks[-1], ranks[:-1]
     if rank != owner:
         total = torch.empty_like(mine)

@@ -78,7 +78,9 @@ def _verify_messages(programs: Sequence[Program]) -> None:
         graph.add_edge(at["send", name], at["recv", name])
     for (verb, source, target), names in edges.items():
         if verb == "send" and names != edges.get(("post", source, target)):
-            raise VerifyError(f"rank {source} sends to {target} in the order {names}, which is posted as {edges.get(('post', source, target))}")
+            raise VerifyError(
+                f"rank {source} sends to {target} in the order {names}, which is posted as {edges.get(('post', source, target))}"
+            )
     _refuse_circle(graph, programs)
 
 
@@ -111,7 +113,7 @@ def _verify_fn(place: str, fn: Fn) -> None:
     declared = [n for group in fn.takes.values() for n in group]
     if names != declared:
         raise VerifyError(f"{place}: its graph takes {names}, its groups say {declared}")
-    outputs = fn.graph.output_node().args[0]
+    outputs = fn.outputs
     if not isinstance(outputs, tuple) or len(outputs) != sum(fn.gives.values()):
         raise VerifyError(f"{place}: its graph returns {outputs}, its groups say {dict(fn.gives)}")
     untyped = [n.name for n in fn.graph.nodes if n.op == "call_function" and "val" not in n.meta]

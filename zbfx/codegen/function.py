@@ -75,10 +75,9 @@ def _call(node: fx.Node, gone: list[str], ops: dict[str, str]) -> str:
 
 
 def _returned(fn: Fn) -> str:
-    outputs = fn.graph.output_node().args[0]
     lists, start = [], 0
     for count in fn.gives.values():
-        lists.append(f"[{', '.join(n.name for n in outputs[start : start + count])}]")  # type: ignore[index, union-attr]
+        lists.append(f"[{', '.join(n.name for n in fn.outputs[start : start + count])}]")
         start += count
     return ", ".join(lists)
 
@@ -86,7 +85,9 @@ def _returned(fn: Fn) -> str:
 def alias(target: Any, ops: dict[str, str]) -> str:
     """A short module-level name of an operator: aten.add.Tensor -> aten_add_Tensor."""
     if not isinstance(target, torch._ops.OpOverload):
-        raise TraceError(f"{target} cannot be written into a program: it is not a registered operator (torch.library.custom_op makes one)")
+        raise TraceError(
+            f"{target} cannot be written into a program: it is not a registered operator (torch.library.custom_op makes one)"
+        )
     namespace, _, rest = target._schema.name.partition("::")
     overload = target._overloadname
     name = f"{namespace}_{rest}" + ("" if overload == "default" else f"_{overload}")
@@ -95,7 +96,9 @@ def alias(target: Any, ops: dict[str, str]) -> str:
 
 
 def _arguments(node: fx.Node) -> str:
-    return ", ".join([*map(literal, node.args), *[f"{k}={literal(v)}" for k, v in node.kwargs.items() if v is not None or k != "pin_memory"]])
+    return ", ".join(
+        [*map(literal, node.args), *[f"{k}={literal(v)}" for k, v in node.kwargs.items() if v is not None or k != "pin_memory"]]
+    )
 
 
 def literal(value: Any) -> str:

@@ -34,8 +34,9 @@ def program_text(
     head = [
         f'"""{title}',
         "",
-        "This file is what runs: edit it, and the edit runs. p: parameters, buffers, constants; c: input leaves; x, y: activations",
-        "in and out; gx, gy: their gradients; s: what F saves for B; k: what B keeps for W. Lists are emptied by whom they are given to.",
+        "This file is what runs: edit it, and the edit runs. p: parameters, buffers, constants; c: input leaves; x, y:",
+        "activations in and out; gx, gy: their gradients; s: what F saves for B; k: what B keeps for W. A function takes",
+        "what it is given out of the lists, so that each tensor dies at its last use.",
         '"""',
         "",
         "import torch",

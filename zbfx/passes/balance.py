@@ -8,6 +8,7 @@ running maximum, so the optimum takes O(cuts * pieces) per probe.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -32,7 +33,8 @@ def best_cuts(
     places = [0, *[c for c in range(1, n) if allowed[c] or c in pinned], n]
     if len(places) - 1 < pieces:
         raise PartitionError(
-            f"num_stages={pieces}, but the graph can be cut into at most {len(places) - 1} stages: pass num_stages={len(places) - 1} or fewer"
+            f"num_stages={pieces}, but the graph can be cut into at most {len(places) - 1} stages: "
+            f"pass num_stages={len(places) - 1} or fewer"
         )
     prefix = torch.zeros(n + 1, dtype=torch.float64)
     prefix[1:] = torch.cumsum(torch.tensor(work, dtype=torch.float64), 0)
@@ -55,7 +57,7 @@ def _reachable(left: torch.Tensor, right: torch.Tensor, bound: float, pieces: in
     for _ in range(pieces):
         now = torch.zeros(size, dtype=torch.bool)
         best = torch.where(reach[-1], left, torch.tensor(float("-inf"), dtype=torch.float64))
-        for a, b in zip(edges, edges[1:], strict=False):  # a piece lies between two neighbouring fences
+        for a, b in pairwise(edges):  # a piece lies between two neighbouring fences
             running = torch.cummax(best[a:b], 0).values
             now[a + 1 : b + 1] = running >= right[a + 1 : b + 1] - bound
         reach.append(now)
@@ -70,7 +72,9 @@ def _smallest_bound(left: torch.Tensor, right: torch.Tensor, pieces: int, fences
         return bool(_reachable(left, right, bound, pieces, fences)[pieces][-1])
 
     if not feasible(high):
-        raise PartitionError(f"num_stages={pieces} does not fit the pinned cuts: pin at most {pieces - 1} modules, at different places")
+        raise PartitionError(
+            f"num_stages={pieces} does not fit the pinned cuts: pin at most {pieces - 1} modules, at different places"
+        )
     for _ in range(100):
         middle = (low + high) / 2
         if middle in (low, high):

@@ -49,13 +49,13 @@ def profile(fn: Fn) -> Profile:
     dies: dict[fx.Node, list[fx.Node]] = {}
     for name, user in last.items():
         dies.setdefault(user, []).append(name)
-    steps = [Step((), (), tuple(s for n in inputs if n not in last and (s := slots.of[n]) is not None))]
+    steps = [Step((), (), tuple(s for n in inputs if not n.users and (s := slots.of[n]) is not None))]
     for node in nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         drops = [s for n in dies.get(node, ()) if (s := slots.of.get(n)) is not None] + slots.unused.get(node, [])
         steps.append(Step(tuple(slots.made.get(node, ())), tuple(slots.views.get(node, ())), tuple(drops)))
-    outputs = tuple(slots.of[n] for n in fn.graph.output_node().args[0])  # type: ignore[union-attr]
+    outputs = tuple(slots.of[n] for n in fn.outputs)
     return Profile(len(inputs), tuple(steps), outputs, tuple(fn.gives.items()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -62,7 +63,7 @@ def partition(
         pinned = tuple(_pin(line, name) for name in pins)
         cuts = best_cuts(work, cross, line.allowed, num_stages, pinned=pinned)
     ends = [0, *cuts, len(line.nodes)]
-    return tuple(_stage(captured, line, k, a, b) for k, (a, b) in enumerate(zip(ends, ends[1:], strict=False)))
+    return tuple(_stage(captured, line, k, a, b) for k, (a, b) in enumerate(pairwise(ends)))
 
 
 def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
@@ -86,8 +87,8 @@ def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: i
         options = [c for c in range(low, high + 1) if line.allowed[c] or c in (0, len(line.nodes)) or c == (cuts or [-1])[-1]]
         if not options:
             raise PartitionError(
-                f"the model traced for these inputs uses the parameters of stages {k} and {k + 1} in another order than the plan: "
-                "compile a second pipeline for it"
+                f"the model traced for these inputs uses the parameters of stages {k} and {k + 1} in another order than "
+                "the plan: compile a second pipeline for it"
             )
         cuts.append(min(options, key=lambda c: (seconds[c], c)))
     return tuple(cuts)
@@ -193,7 +194,9 @@ def _stage(captured: Captured, line: _Line, index: int, start: int, end: int) ->
     needed = _needed(line, line.nodes[start:end], outputs, set(inputs))
     order = [n for n in captured.graph.nodes if n in needed]
     places = [n.name for n in order if n.op == "placeholder"]
-    groups = [[p for p in places if p in names] for names in (captured.params, captured.buffers, captured.constants, captured.leaves)]
+    groups = [
+        [p for p in places if p in names] for names in (captured.params, captured.buffers, captured.constants, captured.leaves)
+    ]
     graph = _extract(captured, order, [name for group in groups for name in group], inputs, outputs)
     seconds = sum(n.meta["seconds"] for n in order if n.op == "call_function")
     params, buffers, constants, leaves = (tuple(g) for g in groups)

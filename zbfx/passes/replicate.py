@@ -46,7 +46,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
     if not mutates(node.target):
         return []
-    schema = node.target._schema
+    schema: torch._C.FunctionSchema = node.target._schema  # type: ignore[union-attr]
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     found = []
     for i in written:
@@ -65,7 +65,12 @@ def replicated(captured: Captured, written: dict[int, list[fx.Node]]) -> set[fx.
         if node.op == "placeholder":
             if node.name in given:
                 free.add(node)
-        elif not node.meta["grad"] and not mutates(node.target) and not is_random(node.target) and all(a in free for a in node.all_input_nodes):
+        elif (
+            not node.meta["grad"]
+            and not mutates(node.target)
+            and not is_random(node.target)
+            and all(a in free for a in node.all_input_nodes)
+        ):
             free.add(node)
     return free
 

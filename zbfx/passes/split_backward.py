@@ -11,12 +11,12 @@ saved: they are taken again from what they view, so that each saved value is a s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 
-from zbfx.ir import Captured, Fn, Joint, Stage
+from zbfx.ir import Captured, Fn, Joint, Stage, outputs_of
 from zbfx.storage import is_dense, is_view, mutates
 
 _MASKS = ("output_mask", "grad_input_mask")
@@ -29,7 +29,7 @@ def split_backward(joint: Joint, captured: Captured) -> Stage:
     forward = joint.forward
     places = [n for n in graph.nodes if n.op == "placeholder"]
     ny, ngx = len(forward.outputs), len(joint.gx)
-    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs = list(outputs_of(graph))
     ys, gxs, gps = outputs[:ny], outputs[ny : ny + ngx], outputs[ny + ngx :]
     nx, nc = len(forward.inputs), len(forward.leaves)
     npl = len(places) - len(joint.tangents)
@@ -94,7 +94,7 @@ def _mask_place(node: fx.Node) -> int | str | None:
 
 def _with_mask(node: fx.Node, place: int | str, wanted: set[int]) -> tuple[tuple, dict]:  # type: ignore[type-arg]
     old = node.kwargs[place] if isinstance(place, str) else node.args[place]
-    mask = [bool(m) and i in wanted for i, m in enumerate(old)]  # type: ignore[arg-type, union-attr]
+    mask = [bool(m) and i in wanted for i, m in enumerate(old)]  # type: ignore[arg-type]
     if isinstance(place, str):
         return node.args, {**node.kwargs, place: mask}
     return (*node.args[:place], mask, *node.args[place + 1 :]), dict(node.kwargs)
@@ -114,11 +114,17 @@ def _split_masks(graph: fx.Graph, gxs: list[fx.Node], gps: list[fx.Node], f_node
         if b_parts and w_parts:
             args, kwargs = _with_mask(node, place, w_parts)
             with graph.inserting_after(node):
-                clone = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            clone.meta = dict(node.meta)
+                clone = graph.call_function(node.target, args, kwargs)
+            clone.meta = {**node.meta, "val": _masked(node.meta["val"], w_parts)}
             for i in w_parts:
                 parts[i].replace_input_with(node, clone)
         node.args, node.kwargs = _with_mask(node, place, b_parts or w_parts)
+        node.meta["val"] = _masked(node.meta["val"], b_parts or w_parts)
+
+
+def _masked(values: Sequence[object], wanted: set[int]) -> tuple[object, ...]:
+    """The results of a fused operator: those masked out do not exist."""
+    return tuple(v if i in wanted else None for i, v in enumerate(values))
 
 
 # ---------------------------------------------------------------- what is saved and kept
@@ -127,9 +133,7 @@ def _split_masks(graph: fx.Graph, gxs: list[fx.Node], gps: list[fx.Node], f_node
 def _root(node: fx.Node) -> fx.Node:
     """What a chain of views looks at."""
     while node.op == "call_function":
-        if node.target is operator.getitem and is_view(node.args[0].target):  # type: ignore[union-attr]
-            node = node.args[0]  # type: ignore[assignment]
-        elif is_view(node.target):
+        if (node.target is operator.getitem and is_view(node.args[0].target)) or is_view(node.target):  # type: ignore[union-attr]
             node = node.args[0]  # type: ignore[assignment]
         else:
             break

@@ -58,7 +58,8 @@ def own_loss(output: Any) -> torch.Tensor:
     what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"{type(output).__name__}"
     raise InputError(
         f"the model returned {what} where a scalar loss is needed. Pass loss=fn to zbfx.compile, with fn(output, target) -> "
-        "scalar, or let the model return its own loss (a 0-dim tensor, or an output with .loss: Hugging Face models do when given labels=)"
+        "scalar, or let the model return its own loss (a 0-dim tensor, or an output with .loss, as Hugging Face "
+        "models do when given labels=)"
     )
 
 
@@ -104,7 +105,8 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode, device: torch
     fakes: dict[int, torch.Tensor] = {}
     try:
         for module in model.modules():
-            for slots in (module._parameters, module._buffers):
+            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for slots in both:
                 for name, real in slots.items():
                     if real is None:
                         continue
@@ -221,7 +223,9 @@ def _real(tensor: Any, name: str) -> torch.Tensor:
             "(self.register_buffer) in __init__, so that it can be found again on every rank"
         )
     if not isinstance(tensor, torch.Tensor):
-        raise TraceError(f"the model holds {name!r}, a {type(tensor).__name__}, which is not a tensor: pass it as an argument instead")
+        raise TraceError(
+            f"the model holds {name!r}, a {type(tensor).__name__}, which is not a tensor: pass it as an argument instead"
+        )
     return tensor.detach().clone()
 
 
@@ -245,12 +249,12 @@ def _copy(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], cont
             places = [n for n in inner.graph.nodes if n.op == "placeholder"]
             inside = dict(zip(places, fx.map_arg(args, lambda n: env[n]), strict=True))
             _copy(inner, graph, inside, (*contexts, context))
-            env[node] = fx.map_arg(inner.graph.output_node().args[0], lambda n, inside=inside: inside[n])
+            env[node] = fx.map_arg(inner.graph.output_node().args[0], inside.__getitem__)
         elif node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
             if not all(_region(user) for user in node.users):
                 user = next(u for u in node.users if not _region(u))
                 raise TraceError(
-                    f"the model uses {user.target}, a control-flow operator that zbfx cannot split across stages, at {_source(user)}: "
+                    f"the model uses {user.target}, a control-flow operator that zbfx cannot split, at {_source(user)}: "
                     "write the branch with torch.where"
                 )
         elif node.target is operator.getitem and isinstance(env.get(node.args[0]), (tuple, list)):

@@ -34,7 +34,10 @@ def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Jo
     gys = [(i, t) for i, t in enumerate(tangents) if t is not None]
     trace = _Trace(forward, wanted, [i for i, _ in gys])
     graph = _traced(trace, [*[n.meta["val"] for n in places], *[t for _, t in gys]])
-    names = [*[n.name.removeprefix("p_model_").removeprefix("b_model_").removeprefix("c_model_") for n in places], *[f"g_{forward.outputs[i]}" for i, _ in gys]]
+    names = [
+        *[n.name.removeprefix("p_model_").removeprefix("b_model_").removeprefix("c_model_") for n in places],
+        *[f"g_{forward.outputs[i]}" for i, _ in gys],
+    ]
     offset = len(places) - len(forward.inputs)
     gx = tuple(i - offset for i in trace.found if i >= offset)
     gparams = tuple(i for i in trace.found if i < len(forward.params))
@@ -64,7 +67,7 @@ class _Marks:
                 continue
             self.seen.add(fn)
             fn.register_prehook(lambda _: self.mark(source))
-            stack.extend(f for f, _ in fn.next_functions)
+            stack.extend(f for f, _ in fn.next_functions if f is not None)
 
     def annotate(self, graph: fx.Graph) -> None:
         marks = iter([*self.marks, (len(graph.nodes) + 1, "")])
