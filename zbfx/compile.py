@@ -60,6 +60,7 @@ class Options:
     pins: tuple[str, ...] = ()
     reduction: str = "mean"
     device: torch.device = _CPU
+    seed: int | None = None
 
 
 def build_plan(

@@ -16,7 +16,7 @@ from zbfx.errors import PlanError
 from zbfx.holdings import Holdings
 from zbfx.ir import Program, Span, Timeline
 from zbfx.plan import Plan
-from zbfx.runtime import Exchange, Memory, Rank, Recorder, execute
+from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
 from zbfx.text import parse_action
 from zbfx.ties import Tie, find_ties, sum_ties
@@ -56,6 +56,16 @@ class Engine:
         self._plans: list[Plan] = []
         self._watch: tuple[bool, bool] | None = None
         self.observed: Observed | None = None
+        self.steps = 0  # training steps taken: dropout of each draws from a stream of its own
+        self.seed = self._agree(options.seed)
+
+    def _agree(self, seed: int | None) -> int:
+        """The seed asked for, else torch's at rank 0."""
+        if seed is None:
+            seed = torch.initial_seed() % 2**63
+            if self.distributed:
+                seed = self._channels[0].all_gather(seed)[0]
+        return seed
 
     def _hold(self, plan: Plan, ranks: int) -> None:
         """Take what the local ranks need to the device; in a process group, let go of the rest."""
@@ -72,6 +82,11 @@ class Engine:
 
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """One step of every local rank; the loss, on every rank."""
+        loss = self._run(plan, batch)
+        self.steps += plan.differentiates
+        return loss
+
+    def _run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         recorders = {r: self._recorder() for r in self.local}
         ranks = [self._rank(plan, r, batch, recorders[r]) for r in self.local]
         steps = [self._load(plan, r).step for r in self.local]
@@ -79,7 +94,7 @@ class Engine:
             execute(ranks[0], steps[0])
         else:
             run_threads(ranks, steps)
-        if plan.training or any(s.gparams for s in plan.stages):
+        if plan.differentiates:
             sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
         if self._watch is not None:
             self.observed = _observe(self._channels[0] if self.distributed else None, plan, recorders)
@@ -109,7 +124,10 @@ class Engine:
         own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
         microbatches = [batch.microbatch(mb) for mb in range(plan.microbatches)]
         inputs = {
-            (s.index, mb): tuple(leaves[plan.leaves[name]].to(self.device, non_blocking=True) for name in s.leaves)
+            (s.index, mb): (
+                *[leaves[plan.leaves[name]].to(self.device, non_blocking=True) for name in s.leaves],
+                Random(self.seed, self.steps, mb, self.device),
+            )
             for s in own
             for mb, leaves in enumerate(microbatches)
         }

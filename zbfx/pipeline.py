@@ -42,6 +42,7 @@ def compile(
     shared: Sequence[str] = (),
     device: str | torch.device | None = None,
     init: Init | None = None,
+    seed: int | None = None,
 ) -> Pipeline:
     """Compile a model into `num_stages` pipeline stages; returns a Pipeline that trains it.
 
@@ -53,7 +54,8 @@ def compile(
     activations. cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their
     number; "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a
     process group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor)
-    that fills a parameter in place, or a state dict.
+    that fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial seed by default): masks
+    depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule.
 
     Raises InputError, TraceError, PartitionError, ScheduleError, MemoryBudgetError.
     """
@@ -78,6 +80,7 @@ def compile(
         tuple(cuts),
         reduction,
         _device(model, device, where is not None and where.size > 1),
+        seed,
     )
     pipe = Pipeline(model, options, loss=loss, shared=tuple(shared), init=init)
     if example_inputs is not None or example_kwargs is not None:

@@ -59,6 +59,11 @@ class Plan:
         """The user's name of each parameter -> its (first) stage."""
         return {name: s.index for s in reversed(self.stages) for name in s.names}
 
+    @property
+    def differentiates(self) -> bool:
+        """True for a training step, False for forward only."""
+        return any(s.gparams for s in self.stages)
+
     def save(self, folder: str | Path) -> Path:
         """Write the plan folder: plan.json, schedule.json, schedule.csv, rank_*.py and, if there are any, constants.safetensors.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 
 def is_view(target: Any) -> bool:
@@ -23,9 +24,20 @@ def mutates(target: Any) -> bool:
     return bool(schema is not None and schema.is_mutable and target is not torch.ops.aten.detach_.default)
 
 
-def is_random(target: Any) -> bool:
-    """True for operators that draw from a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+def draws(node: fx.Node) -> bool:
+    """True for a call that draws from a random generator; dropout with rate 0, or not in training, draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, argument in enumerate(arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        if (argument.name in _RATES and value == 0) or (argument.name in _SWITCHES and value is False):
+            return False
+    return True
+
+
+_RATES = {"p", "dropout", "dropout_p"}
+_SWITCHES = {"train", "training"}
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,8 @@ def function_text(name: str, fn: Fn, last: Mapping[fx.Node, fx.Node], ops: dict[
     """
     groups = [g for g in fn.takes if g in _STATIC or fn.takes[g]]
     lines = [f"def {name}({', '.join('_' + g for g in groups)}):"]
+    if any("draw" in n.meta for n in fn.graph.nodes):
+        lines.append("    draw = _c[-1]  # runs an operator on the random stream of (seed, step, microbatch, place)")
     nodes = {n.name: n for n in fn.graph.nodes}
     for group in groups:
         lines += _unpack(group, [nodes[n] for n in fn.takes[group]], users)
@@ -61,6 +63,8 @@ def _unpack(group: str, nodes: Sequence[fx.Node], users: Sequence[str]) -> list[
 def _call(node: fx.Node, gone: list[str], ops: dict[str, str]) -> str:
     value = node.meta["val"]
     call = f"{alias(node.target, ops)}({_arguments(node)})"
+    if "draw" in node.meta:
+        call = f"draw({node.meta['draw']}, {alias(node.target, ops)}, {_arguments(node)})"
     if isinstance(value, (tuple, list)):
         names = {u.args[1]: u.name for u in node.users}
         parts = [names.get(i, "_") for i in range(len(value))]

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError
 from zbfx.ir import Captured
-from zbfx.storage import is_dense, is_random, is_view, mutates
+from zbfx.storage import draws, is_dense, is_view, mutates
 
 aten = torch.ops.aten
 _UPDATES_STATISTICS = {aten.batch_norm.default: 5, aten.instance_norm.default: 5}
@@ -68,7 +68,7 @@ def replicated(captured: Captured, written: dict[int, list[fx.Node]]) -> set[fx.
         elif (
             not node.meta["grad"]
             and not mutates(node.target)
-            and not is_random(node.target)
+            and not draws(node)
             and all(a in free for a in node.all_input_nodes)
         ):
             free.add(node)

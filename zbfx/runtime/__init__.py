@@ -6,6 +6,7 @@ from zbfx.runtime.in_process import Exchange, InProcess
 from zbfx.runtime.launch import Place, connect, place, run_threads
 from zbfx.runtime.memory import Memory
 from zbfx.runtime.processes import run_processes
+from zbfx.runtime.random import Random
 from zbfx.runtime.rank import Rank, execute
 from zbfx.runtime.record import Recorder, Span
 
@@ -17,6 +18,7 @@ __all__ = [
     "InProcess",
     "Memory",
     "Place",
+    "Random",
     "Rank",
     "Recorder",
     "Span",

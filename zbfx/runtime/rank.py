@@ -129,7 +129,8 @@ class Rank:
         given = [*self._params.values(), *self._inputs.values()]
         targets = [target for values in self._grads.values() for target in values if target is not None]
         gradients = [target.grad for target in targets if target.grad is not None]
-        return [*(tensor for values in given for tensor in values), *targets, *gradients, *self._weights, *self.losses]
+        tensors = [value for values in given for value in values if isinstance(value, Tensor)]  # a random source is none
+        return [*tensors, *targets, *gradients, *self._weights, *self.losses]
 
     def _message(self, name: str, end: int) -> tuple[int, Sequence[Layout]]:
         """The other end of a message (this rank is its `end`: 0 the sender, 1 the receiver) and what travels."""

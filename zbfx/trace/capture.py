@@ -10,6 +10,7 @@ import contextlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError, TraceError
 from zbfx.ir import Captured
-from zbfx.storage import mutates
+from zbfx.storage import draws, mutates
 from zbfx.trace.estimate import Device, Meter, device_profile
 from zbfx.trace.replay import Context, Replay
 
@@ -281,7 +282,10 @@ def _region(node: fx.Node) -> tuple[Context, fx.Node, tuple[Any, ...]] | None:
 
 
 def _annotate(graph: fx.Graph) -> None:
+    """Give every node its source line, module and, where it draws random numbers, its place among those that do."""
+    places = count()
     for node in graph.nodes:
+        node.meta["place"] = next(places) if draws(node) else None
         node.meta["source"] = _source(node)
         stack = node.meta.pop("nn_module_stack", None) or {}
         path = [entry[0] for entry in stack.values()]

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.ir import Forward, Joint
-from zbfx.storage import mutates
+from zbfx.storage import draws, mutates
 from zbfx.trace.replay import Replay
 
 aten = torch.ops.aten
@@ -47,18 +47,21 @@ def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Jo
 
 
 class _Marks:
-    """The user's source line of every node that a trace makes: backward nodes get the line of their forward's operator."""
+    """Where every node that a trace makes comes from: its operator's source line and place among the random ones.
+
+    Backward nodes get those of their forward's operator.
+    """
 
     def __init__(self) -> None:
-        self.marks: list[tuple[int, str]] = []
+        self.marks: list[tuple[int, fx.Node | None]] = []
         self.seen: set[Any] = set()
 
-    def mark(self, source: str) -> None:
+    def mark(self, origin: fx.Node) -> None:
         mode = get_proxy_mode()
         if mode is not None:
-            self.marks.append((len(mode.tracer.graph.nodes), source))
+            self.marks.append((len(mode.tracer.graph.nodes), origin))
 
-    def follow(self, result: Any, source: str) -> None:
+    def follow(self, result: Any, origin: fx.Node) -> None:
         """Have the autograd nodes that made `result` mark their source when they run."""
         stack = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
         while stack:
@@ -66,17 +69,20 @@ class _Marks:
             if fn is None or fn in self.seen or not hasattr(fn, "register_prehook"):
                 continue
             self.seen.add(fn)
-            fn.register_prehook(lambda _: self.mark(source))
+            fn.register_prehook(lambda _: self.mark(origin))
             stack.extend(f for f, _ in fn.next_functions if f is not None)
 
     def annotate(self, graph: fx.Graph) -> None:
-        marks = iter([*self.marks, (len(graph.nodes) + 1, "")])
-        upto, source, following = 0, "", ""
+        marks = iter([*self.marks, (len(graph.nodes) + 1, None)])
+        upto: int = 0
+        origin: fx.Node | None = None
+        following: fx.Node | None = None
         for i, node in enumerate(graph.nodes):
             while i >= upto:
-                source = following
+                origin = following
                 upto, following = next(marks)
-            node.meta["source"] = source
+            node.meta["source"] = origin.meta.get("source", "") if origin is not None else ""
+            node.meta["place"] = origin.meta.get("place") if origin is not None else None
 
 
 class _MarkedReplay(Replay):
@@ -85,11 +91,10 @@ class _MarkedReplay(Replay):
         self.marks = marks
 
     def run_node(self, n: fx.Node) -> Any:
-        source = n.meta.get("source", "")
-        self.marks.mark(source)
+        self.marks.mark(n)
         result = super().run_node(n)
         if torch.is_grad_enabled():
-            self.marks.follow(result, source)
+            self.marks.follow(result, n)
         return result
 
 
@@ -156,6 +161,7 @@ def _cleaned(graph: fx.Graph, names: list[str], order: list[int]) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     fresh = iter(names)
+    drawn: dict[int | None, int] = {}  # place -> random operators met so far that its operator became
     for node in graph.nodes:
         if node.op == "output":
             outputs = [env[node.args[0][i]] for i in order]
@@ -165,6 +171,10 @@ def _cleaned(graph: fx.Graph, names: list[str], order: list[int]) -> fx.Graph:
         else:
             env[node] = new.placeholder(next(fresh)) if node.op == "placeholder" else new.node_copy(node, lambda n: env[n])
             env[node].meta = {"val": node.meta.get("val"), "source": node.meta.get("source", "")}
+            if node.op == "call_function" and draws(node):
+                place = node.meta["place"]
+                env[node].meta["draw"] = (place, drawn.get(place, 0))
+                drawn[place] = drawn.get(place, 0) + 1
     for node in reversed(list(new.nodes)):
         if node.op == "call_function" and not node.users and not mutates(node.target):
             new.erase_node(node)
