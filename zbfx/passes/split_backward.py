@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -25,41 +26,61 @@ aten = torch.ops.aten
 
 def split_backward(joint: Joint, captured: Captured) -> Stage:
     """Split a joint graph. Pure: the joint graph is copied first."""
-    graph = _copied(joint.graph)
     forward = joint.forward
-    places = [n for n in graph.nodes if n.op == "placeholder"]
-    ny, ngx = len(forward.outputs), len(joint.gx)
-    outputs = list(outputs_of(graph))
-    ys, gxs, gps = outputs[:ny], outputs[ny : ny + ngx], outputs[ny + ngx :]
-    nx, nc = len(forward.inputs), len(forward.leaves)
-    npl = len(places) - len(joint.tangents)
-    p, c = places[: npl - nx - nc], places[npl - nx - nc : npl - nx]
-    x, gy = places[npl - nx : npl], places[npl:]
+    graph, ends = open_joint(joint)
+    f_nodes = forward_nodes(graph, ends.ys)
+    _split_masks(graph, ends.gxs, ends.gps, f_nodes)
+    b_nodes = {n for n in ancestors(ends.gxs) if n.op == "call_function"} - f_nodes
+    w_nodes = {n for n in ancestors(ends.gps) if n.op == "call_function"} - f_nodes - b_nodes
 
-    f_nodes = _ancestors([*ys, *[n for n in graph.nodes if n.op == "call_function" and mutates(n.target)]])
-    f_nodes |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in f_nodes}
-    _split_masks(graph, gxs, gps, f_nodes)
-    b_nodes = {n for n in _ancestors(gxs) if n.op == "call_function"} - f_nodes
-    w_nodes = {n for n in _ancestors(gps) if n.op == "call_function"} - f_nodes - b_nodes
-
-    given = {*p, *c}
+    given = {*ends.p, *ends.c}
     order = {n: i for i, n in enumerate(graph.nodes)}
-    k = _roots(w_nodes, gps, given, order)
-    s = [v for v in _roots(b_nodes, [*gxs, *k], given, order) if v not in gy] if gxs else [v for v in k if v not in gy]
-    fixed = {"p": p, "c": c}
-    f = _fn(graph, f_nodes, {**fixed, "x": x}, {"y": _dense(graph, ys, f_nodes), "s": s})
+    k = roots(w_nodes, ends.gps, given, order)
+    s = roots(b_nodes, [*ends.gxs, *k], given, order) if ends.gxs else k
+    s = [v for v in s if v not in ends.gy]
+    fixed = {"p": ends.p, "c": ends.c}
+    f = function(graph, f_nodes, {**fixed, "x": ends.x}, {"y": dense(graph, ends.ys, f_nodes), "s": s})
     b = w = None
-    if gxs:
-        b = _fn(graph, b_nodes, {**fixed, "s": s, "gy": gy}, {"gx": _dense(graph, gxs, b_nodes), "k": k})
-    if gps:
-        takes = {**fixed, "k": k} if b is not None else {**fixed, "s": s, "gy": gy}
-        own = _owned(graph, gps, w_nodes)
-        w = _fn(graph, w_nodes, takes, {"gp": own})
+    if ends.gxs:
+        b = function(graph, b_nodes, {**fixed, "s": s, "gy": ends.gy}, {"gx": dense(graph, ends.gxs, b_nodes), "k": k})
+    if ends.gps:
+        takes = {**fixed, "k": k} if b is not None else {**fixed, "s": s, "gy": ends.gy}
+        w = function(graph, w_nodes, takes, {"gp": owned(graph, ends.gps, w_nodes)})
     names = tuple(captured.params[n] for n in forward.params)
     buffers = tuple(captured.buffers[n] for n in forward.buffers)
     return Stage(
         forward.index, f, b, w, names, buffers, forward.constants, forward.leaves, joint.tangents, joint.gx, joint.gparams
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """A joint graph's placeholders and outputs, by group."""
+
+    p: list[fx.Node]
+    c: list[fx.Node]
+    x: list[fx.Node]
+    gy: list[fx.Node]
+    ys: list[fx.Node]
+    gxs: list[fx.Node]
+    gps: list[fx.Node]
+
+
+def open_joint(joint: Joint) -> tuple[fx.Graph, Ends]:
+    """A copy of the joint graph, and its ends."""
+    graph, forward = _copied(joint.graph), joint.forward
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    outputs = list(outputs_of(graph))
+    ny, ngx, nx, nc = len(forward.outputs), len(joint.gx), len(forward.inputs), len(forward.leaves)
+    end = len(places) - len(joint.tangents)
+    ins = (places[: end - nx - nc], places[end - nx - nc : end - nx], places[end - nx : end], places[end:])
+    return graph, Ends(*ins, outputs[:ny], outputs[ny : ny + ngx], outputs[ny + ngx :])
+
+
+def forward_nodes(graph: fx.Graph, ys: list[fx.Node]) -> set[fx.Node]:
+    """What F computes: all that the outputs need, and every write into a buffer."""
+    found = ancestors([*ys, *[n for n in graph.nodes if n.op == "call_function" and mutates(n.target)]])
+    return found | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in found}
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -69,7 +90,8 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they need."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -102,12 +124,11 @@ def _with_mask(node: fx.Node, place: int | str, wanted: set[int]) -> tuple[tuple
 
 def _split_masks(graph: fx.Graph, gxs: list[fx.Node], gps: list[fx.Node], f_nodes: set[fx.Node]) -> None:
     """Clone each fused backward operator that serves both B and W, with complementary masks."""
+    live, for_b = ancestors([*gxs, *gps]), ancestors(gxs)
     for node in [n for n in graph.nodes if n not in f_nodes and n.op == "call_function"]:
         place = _mask_place(node)
         if place is None:
             continue
-        live = _ancestors([*gxs, *gps])
-        for_b = _ancestors(gxs)
         parts = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in live}
         b_parts = {i for i, u in parts.items() if u in for_b}
         w_parts = set(parts) - b_parts
@@ -140,15 +161,11 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _roots(own: set[fx.Node], ends: list[fx.Node], given: set[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
+def roots(own: set[fx.Node], ends: list[fx.Node], given: set[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
     """The values that `own` nodes, or results that are not made by them, need from outside: views replaced by their roots."""
     outside = {a for n in own for a in n.all_input_nodes if a not in own} | {e for e in ends if e not in own}
-    roots: set[fx.Node] = set()
-    for node in outside:
-        root = _root(node)
-        if root not in own and root not in given:
-            roots.add(root)
-    return sorted(roots, key=order.__getitem__)
+    found = {_root(node) for node in outside}
+    return sorted((root for root in found if root not in own and root not in given), key=order.__getitem__)
 
 
 def _clone_after(graph: fx.Graph, node: fx.Node, own: set[fx.Node], memory_format: torch.memory_format) -> fx.Node:
@@ -159,25 +176,25 @@ def _clone_after(graph: fx.Graph, node: fx.Node, own: set[fx.Node], memory_forma
     return copy
 
 
-def _dense(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+def dense(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
     """Messages are dense: a value with holes or overlaps is copied before it is sent."""
     return [n if is_dense(n.meta["val"]) else _clone_after(graph, n, own, torch.contiguous_format) for n in nodes]
 
 
-def _owned(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
+def owned(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
     """A parameter's gradient owns its storage, so that accumulation may write into it: shared ones are copied."""
     result: list[fx.Node] = []
-    roots: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
     for node in nodes:
         root, value = _root(node), node.meta["val"]
         whole = is_dense(value) and value.nbytes == root.meta["val"].untyped_storage().nbytes()
-        shared = root not in own or root in roots or not whole
-        roots.add(root)
+        shared = root not in own or root in seen or not whole
+        seen.add(root)
         result.append(_clone_after(graph, node, own, torch.preserve_format) if shared else node)
     return result
 
 
-def _fn(graph: fx.Graph, own: set[fx.Node], takes: dict[str, list[fx.Node]], gives: dict[str, list[fx.Node]]) -> Fn:
+def function(graph: fx.Graph, own: set[fx.Node], takes: dict[str, list[fx.Node]], gives: dict[str, list[fx.Node]]) -> Fn:
     """A function's own graph: its placeholders, its nodes and the views it takes again, in the joint graph's order."""
     places = [n for group in takes.values() for n in group]
     outputs = [n for group in gives.values() for n in group]
