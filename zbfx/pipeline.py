@@ -156,6 +156,10 @@ class Pipeline:
         plan = self._plan_for(batch, forward_only=True)
         return self._running(self._current).run(plan, batch)
 
+    def plan_for(self, *args: Any, target: Any = None, **kwargs: Any) -> Plan:
+        """The plan for a batch like this one. No parameter is touched: they may lie on the meta device and have no values."""
+        return self._plan_for(self._read(args, kwargs, target), forward_only=False)
+
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Plan:
         """Compile for a batch like this one, without running it."""
         batch = self._read(args, kwargs, target)
