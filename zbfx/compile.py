@@ -253,7 +253,8 @@ def _static_bytes(stages: Sequence[Stage], captured: Captured, placement: Sequen
     for rank in range(ranks):
         own = [s for s in stages if placement[s.index] == rank]
         params = {n for s in own for n in s.names}
-        trained = {s.names[i] for s in own for i in s.gparams}
+        trained = [s.names[i] for s in own for i in s.gparams]  # a tied parameter gathers one gradient per stage,
+        trained += [n for n in {*trained} if sum(n in s.names for s in stages) > 1]  # and their sum
         others = {places[n] for s in own for n in s.buffers} | {n for s in own for n in s.constants}
         totals[rank] = sum(values[places[n]].nbytes for n in [*params, *trained]) + sum(values[n].nbytes for n in others)
     return tuple(totals)

@@ -32,7 +32,7 @@ def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
     for name, stages in users.items():
         if len(stages) > 1:
             parameter = holdings.tensor(name)
-            parts = {k: torch.empty(0, device=parameter.device).requires_grad_() for k in stages}
+            parts = {k: parameter.detach().requires_grad_() for k in stages}
             ties.append(Tie(name, parameter, tuple(stages), parts))
     return tuple(ties)
 
