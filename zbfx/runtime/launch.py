@@ -112,8 +112,10 @@ def _thread(rank: Rank, step: Callable[[Rank], Any], errors: dict[int, BaseExcep
     stream = _stream(rank)
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(rank.device))  # the caller's optimizer has stepped before
+    cpu_threads = torch.get_num_threads()
 
     def run() -> None:
+        torch.set_num_threads(cpu_threads)  # oneDNN asks OpenMP, whose count for a new thread is the environment's
         with ExitStack() as stack:
             if stream is not None:
                 stack.enter_context(torch.cuda.stream(stream))
