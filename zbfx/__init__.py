@@ -13,6 +13,7 @@ from zbfx.errors import (
 )
 from zbfx.pipeline import Pipeline, compile, load
 from zbfx.plan import Plan
+from zbfx.target import Target
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "PlanError",
     "RankError",
     "ScheduleError",
+    "Target",
     "TraceError",
     "VerifyError",
     "ZbfxError",

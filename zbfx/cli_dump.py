@@ -1,0 +1,152 @@
+"""`zbfx dump`: compile a target and show everything: stages, ranks, schedule, programs, graphs; write the plan folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zbfx.cli_options import add_compile_options, compile_options, make_pipeline
+from zbfx.errors import InputError
+from zbfx.ir import Stage
+from zbfx.plan import Plan
+from zbfx.target import load_target
+from zbfx.text import schedule_to_json
+from zbfx.view import folded, graphs_text, print_code, rank_rows, rank_table, stage_rows, stage_table
+from zbfx.view_schedule import format_seconds, timeline_grid
+
+EXAMPLE = "zbfx dump examples/gpt2.py:tiny --stages 4 --microbatches 8 --schedule zb-h1 --out plan/"
+_WHAT = ("schedule", "program", "graphs")
+
+
+def add_dump(subparsers: Any) -> None:
+    """The verb and its options."""
+    parser = subparsers.add_parser(
+        "dump",
+        help="compile a target and print its stages, schedule and programs",
+        description="Compile a target (file.py:function or module:function) and print its stages, every rank's schedule as a grid, "
+        "and every rank's program. --what shows one of them in full.",
+        epilog=f"example: {EXAMPLE}",
+    )
+    parser.add_argument("target", metavar="TARGET", help="file.py:function or module:function; returns (model, example_inputs)")
+    add_compile_options(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--out", metavar="DIR", help="write the plan folder, which `zbfx run` and zbfx.load read")
+    group.add_argument("--rank", type=int, metavar="R", help="only this rank")
+    group.add_argument("--what", choices=_WHAT, help="only this, in full (default: all, the programs' stage functions folded)")
+    group.add_argument("--json", action="store_true", help="print figures, schedule (and with --what program, sources) as JSON")
+    parser.set_defaults(run=dump)
+
+
+def dump(args: argparse.Namespace, console: Console) -> int:
+    """Run the verb."""
+    with Console(stderr=True).status(f"compiling {args.target} ..."):
+        torch.manual_seed(args.seed or 0)
+        target = load_target(args.target)
+        inputs, kwargs, wanted = target.example
+        plan = make_pipeline(target, compile_options(args), prepare=False).plan_for(*inputs, target=wanted, **kwargs)
+    ranks = _ranks(plan, args.rank)
+    if args.out:
+        record_target(plan.save(args.out), args.target)
+    if args.json:
+        print(json.dumps(_as_json(plan, ranks, args.what), indent=1), file=console.file)
+        return 0
+    if args.what in (None, "schedule"):
+        _print_overview(console, plan, ranks)
+    for r in ranks:
+        if args.what in (None, "program"):
+            _print_program(console, plan, r, whole=args.what == "program")
+        if args.what == "graphs":
+            for stage in _stages(plan):
+                if plan.schedule.placement[stage.index] == r:
+                    print_code(console, graphs_text(stage) + "\n")
+    if args.out:
+        console.print(
+            f"wrote {args.out}: plan.json, schedule.json, schedule.csv, {len(plan.programs)} rank files", highlight=False
+        )
+        console.print(f"run it with: zbfx run {args.out}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def record_target(folder: Path, spec: str) -> None:
+    """Note in plan.json where the model comes from, a file relative to the folder, so that `zbfx run FOLDER` finds it again."""
+    path, _, name = spec.rpartition(":")
+    if path.endswith(".py"):
+        path = Path(os.path.relpath(path, folder)).as_posix()
+    manifest = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**manifest, "target": f"{path}:{name}"}, indent=1) + "\n")
+
+
+def _ranks(plan: Plan, rank: int | None) -> list[int]:
+    count = len(plan.programs)
+    if rank is not None and not 0 <= rank < count:
+        raise InputError(f"--rank {rank}: the plan has ranks 0 to {count - 1}")
+    return list(range(count)) if rank is None else [rank]
+
+
+def _stages(plan: Plan) -> list[Stage]:
+    return [s for s in plan.stages if isinstance(s, Stage)]
+
+
+def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
+    timeline = plan.timeline
+    console.print(
+        f"{len(plan.stages)} stages on {len(plan.programs)} ranks, {plan.schedule.name}, {plan.microbatches} microbatches, "
+        f"{plan.device.type}\npredicted from estimated costs: step {format_seconds(timeline.makespan)}, bubble "
+        f"{timeline.bubble_makespan:.1%}, without a barrier {timeline.bubble_span:.1%}\n",
+        soft_wrap=True,
+        highlight=False,
+    )
+    rows = _rows(plan)
+    console.print(stage_table([r for r in rows["stages"] if r["rank"] in ranks]))
+    console.print(
+        "F, B, W: estimated seconds of one microbatch; sends, returns: its bytes to the next stage and back\n", style="dim"
+    )
+    console.print(rank_table([rows["ranks"][r] for r in ranks]))
+    console.print("static: parameters, gradients, buffers; activations: the most at once, exact\n", style="dim")
+    console.print(timeline_grid(timeline, width=console.width))
+
+
+def _print_program(console: Console, plan: Plan, rank: int, *, whole: bool) -> None:
+    source = plan.programs[rank].source
+    if whole:
+        print_code(console, source)
+        return
+    lines = len(source.splitlines())
+    console.rule(f"rank_{rank}.py, {lines} lines; stage functions folded: --what program shows all", style="dim", align="left")
+    print_code(console, folded(source) + "\n")
+
+
+def _rows(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "stages": stage_rows(_stages(plan), plan.costs.stages, plan.schedule.placement),
+        "ranks": rank_rows(plan.schedule, plan.timeline, plan.programs, plan.static_bytes, plan.costs.limit),
+    }
+
+
+def _as_json(plan: Plan, ranks: list[int], what: str | None) -> dict[str, Any]:
+    """Figures in seconds and bytes; the schedule in the format of schedule.json."""
+    rows = _rows(plan)
+    found: dict[str, Any] = {
+        "microbatches": plan.microbatches,
+        "device": plan.device.type,
+        "stages": [r for r in rows["stages"] if r["rank"] in ranks],
+        "ranks": [rows["ranks"][r] for r in ranks],
+        "predicted": {
+            "span": plan.timeline.span,
+            "makespan": plan.timeline.makespan,
+            "bubble_span": plan.timeline.bubble_span,
+            "bubble_makespan": plan.timeline.bubble_makespan,
+        },
+        "schedule": json.loads(schedule_to_json(plan.schedule, plan.costs)),
+    }
+    if what == "program":
+        found["programs"] = {str(r): plan.programs[r].source for r in ranks}
+    if what == "graphs":
+        found["graphs"] = {str(s.index): graphs_text(s) for s in _stages(plan) if plan.schedule.placement[s.index] in ranks}
+    return found

@@ -1,0 +1,77 @@
+"""What dump and run share on the command line: the options of compilation, and a pipeline made from them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from zbfx.errors import InputError
+from zbfx.ir import Schedule
+from zbfx.pipeline import Pipeline, compile
+from zbfx.target import Target
+from zbfx.text import schedule_from_csv, schedule_from_json
+
+COMPILE = ("stages", "ranks", "microbatches", "schedule", "memory", "cut", "device", "seed")
+
+
+def add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """--stages, --ranks and the rest; None where the user said nothing."""
+    group = parser.add_argument_group("compilation")
+    group.add_argument("--stages", type=positive, metavar="N", help="stages of the pipeline (default: --ranks, or 4)")
+    group.add_argument("--ranks", type=positive, metavar="N", help="workers (default: one per stage)")
+    group.add_argument("--microbatches", type=positive, metavar="N", help="slices of a batch (default: twice the stages)")
+    group.add_argument("--schedule", metavar="NAME|FILE", help="a schedule's name, or a .json or .csv file (default: zb-h1)")
+    group.add_argument("--memory", metavar="SIZE", help="limit per rank, parameters included, such as 24GiB (default: none)")
+    group.add_argument("--cut", action="append", metavar="MODULE", help="begin a stage at this module; may be given again")
+    group.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: where the parameters lie)")
+    group.add_argument("--seed", type=int, metavar="N", help="set before the model is made (default: 0)")
+
+
+def positive(text: str) -> int:
+    """A whole number, 1 or more, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def compile_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given, as JSON values, so that it can be sent to other processes."""
+    return {name: getattr(args, name) for name in COMPILE if getattr(args, name) is not None}
+
+
+def make_pipeline(target: Target, options: dict[str, Any], *, prepare: bool = True) -> Pipeline:
+    """A pipeline for the target. prepare: compile for the example, and take hold of the parameters."""
+    schedule = read_schedule(options.get("schedule", "zb-h1"))
+    fixed = schedule if isinstance(schedule, Schedule) else None
+    stages = options.get("stages") or (fixed.num_stages if fixed else options.get("ranks", 4))
+    args, kwargs, wanted = target.example
+    if not args and not kwargs:
+        raise InputError("the target has no example inputs: return (model, example_inputs), or a Target with example_inputs")
+    example: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "example_target": wanted}
+    return compile(
+        target.model,
+        stages,
+        loss=target.loss,
+        shared=target.shared,
+        init=target.init,
+        microbatches=options.get("microbatches") or (fixed.microbatches if fixed else None),
+        ranks=options.get("ranks"),
+        schedule=schedule,
+        memory=options.get("memory"),
+        cuts=options.get("cut", ()),
+        device=options.get("device"),
+        **(example if prepare else {}),
+    )
+
+
+def read_schedule(name: str) -> str | Schedule:
+    """A schedule from a .json or .csv file; any other text is a schedule's name."""
+    path = Path(name)
+    if path.suffix not in (".json", ".csv"):
+        return name
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--schedule {name}: cannot be read: {error}") from error
+    return schedule_from_json(text, name) if path.suffix == ".json" else schedule_from_csv(text, name)
