@@ -5,7 +5,7 @@ Every microbatch in order: its loss divided by their number, then its backward. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.models import Case
+from zbfx import Plan
+from zbfx.engine import Observed
+from zbfx.ir import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,26 @@ def differences(model: torch.nn.Module, loss: torch.Tensor, wanted: Result) -> l
         elif grad is not None and want is not None and not torch.equal(grad, want):
             found.append(f"{name}.grad, by {(grad - want).abs().max().item():.1e}")
     return found + [f"{n}" for n, b in model.named_buffers() if n in wanted.buffers and not torch.equal(b, wanted.buffers[n])]
+
+
+def predicted_held(program: Program) -> list[tuple[str, int]]:
+    """(action, bytes) at every `begin` of a program, as its plan predicts."""
+    found = []
+    for i, instr in enumerate(program.instrs):
+        begun = i and program.instrs[i - 1].verb == "recv" and program.instrs[i - 1].action == instr.action
+        if instr.verb == "recv" or (instr.verb == "compute" and not begun):
+            found.append((str(instr.action), program.held[i - 1] if i else 0))
+    return found
+
+
+def memory_differences(plan: Plan, observed: Observed, ranks: Sequence[int]) -> list[str]:
+    """Where the bytes that ranks held differ from the plan's prediction."""
+    found = []
+    for r in ranks:
+        program, peak, held = plan.programs[r], observed.peak[r], list(observed.held[r])
+        if peak != program.peak:
+            found.append(f"rank {r}: peak {peak} bytes, predicted {program.peak}")
+        if held != (wanted := predicted_held(program)):
+            first = next((a, b) for a, b in zip(held, wanted, strict=False) if a != b)
+            found.append(f"rank {r}: held {first[0]}, predicted {first[1]}")
+    return found
