@@ -29,8 +29,8 @@ def add_dump(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "dump",
         help="compile a target and print its stages, schedule and programs",
-        description="Compile a target (file.py:function or module:function) and print its stages, every rank's schedule as a grid, "
-        "and every rank's program. --what shows one of them in full.",
+        description="Compile a target (file.py:function or module:function) and print its stages, every rank's schedule as a "
+        "grid, and every rank's program. --what shows one of them in full.",
         epilog=f"example: {EXAMPLE}",
     )
     parser.add_argument("target", metavar="TARGET", help="file.py:function or module:function; returns (model, example_inputs)")

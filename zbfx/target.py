@@ -26,9 +26,9 @@ _FORMS = "write file.py:function or module:function, such as examples/gpt2.py:ti
 class Target:
     """A model with what it takes to compile and train it. Only the model and example inputs (or kwargs) are needed.
 
-    example_inputs, example_kwargs, example_target, loss, shared, init: as in zbfx.compile. batches: called once per process, gives
-    (args, kwargs, target) for every step, the same on all ranks; without it each step trains on the example. optimizer:
-    fn(parameters) -> optimizer; AdamW(lr=1e-3) without it.
+    example_inputs, example_kwargs, example_target, loss, shared, init: as in zbfx.compile. batches: called once per process,
+    gives (args, kwargs, target) for every step, the same on all ranks; without it each step trains on the example.
+    optimizer: fn(parameters) -> optimizer; AdamW(lr=1e-3) without it.
     """
 
     model: torch.nn.Module

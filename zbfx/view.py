@@ -37,7 +37,7 @@ def stage_rows(stages: Sequence[Stage], costs: Sequence[Cost], placement: Sequen
 def rank_rows(
     schedule: Schedule, timeline: Timeline, programs: Sequence[Program], static: Sequence[int], limits: Sequence[int | None]
 ) -> list[dict[str, Any]]:
-    """Per rank: its stages, seconds of work, bytes of parameters with gradients and buffers, of activations, and the limit of both."""
+    """Per rank: stages, seconds of work, bytes of parameters (gradients, buffers) and of activations, and the limit of both."""
     return [
         {
             "rank": r,
@@ -132,7 +132,7 @@ def _numel(fn: Fn, name: str) -> int:
 
 
 def _signature(fn: Fn) -> str:
-    """`p 22, x (f32[4, 128, 128]) -> y (f32[4, 128, 128]), s 40`: groups with their types, or their number where there are many."""
+    """`p 22 tensors, x (f32[4, 128]) -> y (f32[4, 128]), s 40 tensors`: a group's types, or their number where there are many."""
     nodes = {n.name: n for n in fn.graph.nodes}
     takes = [_group(g, [short(nodes[n].meta["val"]) for n in names]) for g, names in fn.takes.items() if names]
     gives, start = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from types import TracebackType
 
 from rich.console import Console
@@ -78,7 +79,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
         return ""
     columns = min(width, len(values))
     edges = [len(values) * i // columns for i in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((m - low) * scale)] for m in means)
