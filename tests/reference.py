@@ -56,6 +56,10 @@ class Reference:
         """One step from the case's own values, over the batch of microbatches * samples samples."""
         self.module.load_state_dict(self.start)
         self.module.zero_grad(set_to_none=True)
+        return self.go_on(microbatches, reduction=reduction)
+
+    def go_on(self, microbatches: int, *, reduction: str = "mean") -> Result:
+        """One step from where the last one (or the caller's optimizer) left the parameters, buffers and gradients."""
         batch = self.case.batch(self.samples * microbatches)
         total: torch.Tensor | None = None
         for mb in range(microbatches):
