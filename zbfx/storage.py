@@ -9,13 +9,21 @@ from torch import fx
 
 
 def is_view(target: Any) -> bool:
-    """True for operators whose result shares its input's storage (by schema; _unsafe_view does so without saying it)."""
-    if target is torch.ops.aten._unsafe_view.default:
+    """True for operators whose result shares its input's storage (by schema; a few do so without saying it)."""
+    if target in _SILENT_VIEWS:
         return True
     schema = getattr(target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+_SILENT_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+    torch.ops.aten.unsafe_chunk.default,
+}
 
 
 def mutates(target: Any) -> bool:
@@ -55,3 +63,31 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the storage that a (fake) tensor keeps alive."""
     return tensor.untyped_storage().nbytes()
+
+
+# Losses that are reduced inside the buffer of their elementwise values: the scalar keeps the whole buffer alive.
+_REDUCED_IN_PLACE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+# Out-of-place writes that keep the strides of a view with holes, by copying all that it looks into.
+_KEEPS_HOLES = {
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+}
+
+
+def allocated(node: fx.Node, value: torch.Tensor) -> int:
+    """Bytes of the storage that a call allocates for one of its results, as kernels do it (shape functions do not tell)."""
+    source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if isinstance(source, torch.Tensor):
+        if node.target in _REDUCED_IN_PLACE and value.dim() == 0:
+            return source.numel() * value.element_size()
+        if node.target in _KEEPS_HOLES and not is_dense(source):
+            return source.untyped_storage().nbytes()
+    return nbytes(value)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zbfx.ir import Fn
-from zbfx.storage import is_view, mutates, nbytes
+from zbfx.storage import allocated, is_view, mutates
 
 Slot = int | None  # a storage within one function; None for a static one
 STATIC_GROUPS = ("p", "c")
@@ -123,7 +123,7 @@ class _Slots:
 
     def _make(self, node: fx.Node, value: torch.Tensor) -> int:
         slot = self._next()
-        self.made.setdefault(node, []).append((slot, nbytes(value)))
+        self.made.setdefault(node, []).append((slot, allocated(node, value)))
         return slot
 
 

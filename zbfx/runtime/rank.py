@@ -54,7 +54,7 @@ class Rank:
             _refuse_holes(name, layouts)
         self.recorder = recorder or Recorder(self.device)
         self.losses = tuple(torch.empty_like(weight) for weight in weights)  # filled by `loss`, one per microbatch
-        self._params = {stage: tuple(values) for stage, values in params.items()}
+        self._params = {stage: tuple(value.detach() for value in values) for stage, values in params.items()}
         self._grads = {stage: tuple(values) for stage, values in grads.items()}
         self._inputs = {key: tuple(values) for key, values in inputs.items()}
         self._weights = tuple(weights)
@@ -149,7 +149,8 @@ def execute(rank: Rank, step: Callable[[Rank], Any]) -> None:
     """
     rank.channel.action = ""
     try:
-        with torch.no_grad(), rank.recorder.recording(rank.static()):
+        # Grad mode is on, as in the forward pass that was traced (kernels of recurrent layers ask for it); nothing requires grad.
+        with torch.enable_grad(), rank.recorder.recording(rank.static()):
             step(rank)
         rank.channel.finish()
     except BaseException as error:
