@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from zbfx.errors import InputError, ZbfxError
+from zbfx.demo_model import batches, build_model, read_text
+from zbfx.errors import ZbfxError
 from zbfx.ir import CostModel, Timeline
 from zbfx.passes.order_fixed import order_fixed
 from zbfx.passes.simulate import simulate
@@ -30,8 +30,6 @@ from zbfx.text import format_bytes
 from zbfx.view_schedule import format_seconds, timeline_grid
 from zbfx.view_training import TrainingBar, format_rate, sparkline
 
-SEQUENCE = 128  # bytes of text per sample
-WIDTH, HEADS = 128, 4
 OTHERS = ("gpipe", "1f1b", "zb-h1")
 
 
@@ -55,8 +53,8 @@ def _read(argv: Sequence[str] | None) -> dict[str, Any]:
     )
     cores = _cores()
     add = parser.add_argument
-    add("--steps", type=int, default=80, help="training steps (default: %(default)s)")
-    add("--seconds", type=float, default=110.0, help="stop training after so many (default: %(default)s)")
+    add("--steps", type=int, default=100, help="training steps (default: %(default)s)")
+    add("--seconds", type=float, default=100.0, help="stop training after so many (default: %(default)s)")
     add("--stages", type=int, default=4, help="stages of the pipeline (default: %(default)s)")
     add("--ranks", type=int, default=4 if cores >= 4 else 2, help="processes (default: 4 on 4 cores or more, else 2)")
     add("--microbatches", type=int, default=8, help="slices of a batch (default: %(default)s)")
@@ -75,44 +73,6 @@ def _console(settings: Mapping[str, Any], *, quiet: bool = False) -> Console:
     """The processes write to the same place as their parent, and must not guess anew whether it is a terminal."""
     width = None if settings["terminal"] or settings["width"] else 80
     return Console(force_terminal=settings["terminal"] or None, width=width, quiet=quiet, highlight=False)
-
-
-# ---------------------------------------------------------------- model and text
-
-
-def build_model(layers: int) -> torch.nn.Module:
-    """The real GPT2LMHeadModel with random weights, one token per byte; the same on every call.
-
-    Input and output embeddings are untied: tied ones would lie on two ranks. Dropout is off: with it, a step on one process
-    would draw other masks, and there would be nothing to compare bit for bit.
-    """
-    try:
-        from transformers import GPT2Config, GPT2LMHeadModel, logging
-    except ImportError as error:
-        raise InputError("the demo's model is from transformers: pip install 'zbfx[hf]'") from error
-    logging.set_verbosity_error()
-    torch.manual_seed(0)
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    tokens = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(
-        n_layer=layers, n_embd=WIDTH, n_head=HEADS, n_positions=SEQUENCE, tie_word_embeddings=False, **off, **tokens
-    )
-    return GPT2LMHeadModel(config)
-
-
-def read_text() -> torch.Tensor:
-    """The bytes of Python's own help topics, i64."""
-    from pydoc_data.topics import topics
-
-    return torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
-
-
-def batches(samples: int) -> Iterator[torch.Tensor]:
-    """Random windows of the text, i64[samples, SEQUENCE]; the same on every rank."""
-    text, generator = read_text(), torch.Generator().manual_seed(0)
-    while True:
-        starts = torch.randint(len(text) - SEQUENCE, (samples,), generator=generator)
-        yield torch.stack([text[s : s + SEQUENCE] for s in starts.tolist()])
 
 
 # ---------------------------------------------------------------- in each process
@@ -134,7 +94,7 @@ def train_rank(channel: Any, settings: dict[str, Any]) -> dict[str, Any]:
         schedule=settings["schedule"],
     )
     console.print(f"compiled in {time.perf_counter() - began:.1f} s: {_shares(pipe.plan)}\n", soft_wrap=True)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
 
     pipe.watch(memory=True, times=False)  # of the first step, bytes; of all others, times
     losses = [pipe.step(first, labels=first).item()]
@@ -176,8 +136,8 @@ def compare_with_one_process(
         mean = model(part, labels=part).loss / len(parts)
         mean.backward()
         total = total + mean.detach()
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-    different = [name for name, grad in gradients.items() if not torch.equal(grad, wanted[name])]
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    different = [name for name, grad in gradients.items() if name not in wanted or not torch.equal(grad, wanted[name])]
     return {"loss": total.item() == loss, "gradients": len(gradients), "different": different, "all": len(wanted)}
 
 
@@ -193,14 +153,16 @@ def bubbles(pipe: Pipeline, timelines: Sequence[Timeline]) -> dict[str, Any]:
     costs = measured_costs(plan.costs, timelines[:half])
     later = timelines[half:] or timelines
     others = {}
-    if costs is not None and any(c.W for c in costs.stages):
+    if any(c.W for c in costs.stages):
         names = [n for n in OTHERS if n != plan.schedule.name]
         orders = {name: order_fixed(name, plan.schedule.placement, plan.microbatches) for name in names}
         others = {name: simulate(order, costs).bubble_makespan for name, order in orders.items()}
+    predicted = simulate(plan.schedule, costs)
     return {
         "estimated": plan.timeline.bubble_makespan,
-        "predicted": simulate(plan.schedule, costs or plan.costs).bubble_makespan,
+        "predicted": predicted.bubble_makespan,
         "measured": statistics.median(t.bubble_makespan for t in later),
+        "seconds": [predicted.makespan, statistics.median(t.makespan for t in later)],
         "steps": [half, len(later)],
         "others": others,
     }
@@ -251,32 +213,38 @@ def _show_step(console: Console, timelines: Sequence[Timeline]) -> None:
     console.print(timeline_grid(typical, width=console.width))
 
 
-def _conclude(console: Console, settings: Mapping[str, Any], results: Sequence[dict[str, Any]], seconds: float) -> int:
-    first = results[0]
+def _figures(first: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, text) lines of rank 0's results."""
     losses, found = first["losses"], first.get("bubbles")
-    table = Table.grid(padding=(0, 2))
-    table.add_row("loss", f"{losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps  {sparkline(losses, 30)}")
-    table.add_row("speed", f"{format_rate(first['rate'])} tokens/s")
+    yield "loss", f"{losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps  {sparkline(losses, 30)}"
+    yield "speed", f"{format_rate(first['rate'])} tokens/s"
     if found:
         half, later = found["steps"]
-        table.add_row("bubble", f"measured {found['measured']:.1%} (median of the last {later} steps)")
-        table.add_row("", f"predicted {found['predicted']:.1%} (the schedule simulated with the first {half} steps' times)")
-        table.add_row("", f"estimated {found['estimated']:.1%} (before anything ran, from FLOPs and bytes)")
+        took = f"in steps of {format_seconds(found['seconds'][1])}"
+        yield "bubble", f"{found['measured']:.1%} measured, {took} (medians of the last {later} steps)"
+        took = f"in steps of {format_seconds(found['seconds'][0])}"
+        yield "", f"{found['predicted']:.1%} predicted, {took} (simulated with the times of the {half} steps before)"
+        yield "", f"{found['estimated']:.1%} estimated before anything ran, from FLOPs and bytes"
         if found["others"]:
             others = ", ".join(f"{name} {value:.1%}" for name, value in found["others"].items())
-            table.add_row("", f"other schedules, predicted with the same times: {others}")
+            yield "", f"other schedules, predicted with the same times: {others}"
     for r, (predicted, measured) in enumerate(zip(*first["peak"], strict=True)):
         same = "exactly as predicted" if predicted == measured else f"predicted {format_bytes(predicted)}"
-        table.add_row("memory" if r == 0 else "", f"rank {r}: {format_bytes(measured)} of activations at its peak, {same}")
-    console.print(table)
+        yield "memory" if r == 0 else "", f"rank {r}: at most {format_bytes(measured)} of activations, {same}"
+
+
+def _conclude(console: Console, settings: Mapping[str, Any], results: Sequence[dict[str, Any]], seconds: float) -> int:
+    first = results[0]
+    for label, text in _figures(first):
+        console.print(f"{label:8}{text}", soft_wrap=True)
     compared = sum(r["equal"]["gradients"] for r in results)
     different = [name for r in results for name in r["equal"]["different"]]
     loss_is_equal = all(r["equal"]["loss"] for r in results)
     passed = not different and loss_is_equal and compared == first["equal"]["all"]
     console.print(
-        f"\n[bold {'green' if passed else 'red'}]first step against one process running the plain model: "
-        f"{compared - len(different)} of {first['equal']['all']} gradients equal, bit for bit; "
-        f"loss {'equal' if loss_is_equal else 'different'}[/]",
+        f"\n[bold {'green' if passed else 'red'}]the first step's gradients against one process running the plain model: "
+        f"{compared - len(different)} of {first['equal']['all']} equal, bit for bit; "
+        f"its loss {'equal' if loss_is_equal else 'different'}[/]",
         soft_wrap=True,
     )
     if different:
