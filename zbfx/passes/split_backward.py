@@ -18,26 +18,32 @@ import torch
 from torch import fx
 
 from zbfx.ir import Captured, Fn, Joint, Stage, outputs_of
+from zbfx.passes.remat import made_again
 from zbfx.storage import is_dense, is_view, mutates
 
 _MASKS = ("output_mask", "grad_input_mask")
 aten = torch.ops.aten
 
 
-def split_backward(joint: Joint, captured: Captured) -> Stage:
-    """Split a joint graph. Pure: the joint graph is copied first."""
+def split_backward(joint: Joint, captured: Captured, *, recompute: bool = True) -> Stage:
+    """Split a joint graph. Pure: the joint graph is copied first.
+
+    recompute: W makes again what one cheap operator makes of parameters and other kept values (see remat). Without it W does
+    no operator twice, and needs of the parameters at most their shapes.
+    """
     forward = joint.forward
     graph, ends = open_joint(joint)
     f_nodes = forward_nodes(graph, ends.ys)
     _split_masks(graph, ends.gxs, ends.gps, f_nodes)
-    b_nodes = {n for n in ancestors(ends.gxs) if n.op == "call_function"} - f_nodes
+    b_nodes = with_parts(graph, {n for n in ancestors(ends.gxs) if n.op == "call_function"} - f_nodes)
     w_nodes = {n for n in ancestors(ends.gps) if n.op == "call_function"} - f_nodes - b_nodes
 
     given = {*ends.p, *ends.c}
     order = {n: i for i, n in enumerate(graph.nodes)}
     k = roots(w_nodes, ends.gps, given, order)
+    k = _without(k, made_again(k, given, _root)) if recompute and ends.gxs else k
     s = roots(b_nodes, [*ends.gxs, *k], given, order) if ends.gxs else k
-    s = [v for v in s if v not in ends.gy]
+    s = _without(s, {*ends.gy, *(made_again(s, given, _root, only_given=True) if recompute else ())})
     fixed = {"p": ends.p, "c": ends.c}
     f = function(graph, f_nodes, {**fixed, "x": ends.x}, {"y": dense(graph, ends.ys, f_nodes), "s": s})
     b = w = None
@@ -80,7 +86,16 @@ def open_joint(joint: Joint) -> tuple[fx.Graph, Ends]:
 def forward_nodes(graph: fx.Graph, ys: list[fx.Node]) -> set[fx.Node]:
     """What F computes: all that the outputs need, and every write into a buffer."""
     found = ancestors([*ys, *[n for n in graph.nodes if n.op == "call_function" and mutates(n.target)]])
-    return found | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in found}
+    return with_parts(graph, found)
+
+
+def with_parts(graph: fx.Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+    """Operators with several results belong together with all of them, whoever uses which."""
+    return nodes | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in nodes}
+
+
+def _without(nodes: list[fx.Node], gone: set[fx.Node]) -> list[fx.Node]:
+    return [n for n in nodes if n not in gone]
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
