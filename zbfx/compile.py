@@ -32,6 +32,7 @@ from zbfx.passes.communicate import communicate
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.partition import cuts_for_owners, partition
+from zbfx.passes.recompute import recompute_regions
 from zbfx.passes.simulate import simulate
 from zbfx.passes.split_backward import split_backward
 from zbfx.plan import Plan
@@ -177,7 +178,7 @@ def _split(captured: Captured, forwards: Sequence[Forward], forward_only: bool) 
     tangents: list[Any] = [None if forward_only else outputs_of(forwards[-1].graph)[0].meta["val"]]
     stages: list[Stage] = []
     for forward in reversed(forwards):
-        joint = differentiate(forward, tangents)
+        joint = recompute_regions(differentiate(forward, tangents))
         stage = split_backward(joint, captured)
         verify_stage(stage)
         stages.append(stage)

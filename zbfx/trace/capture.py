@@ -24,6 +24,7 @@ from zbfx.errors import InputError, TraceError
 from zbfx.ir import Captured
 from zbfx.storage import draws, mutates
 from zbfx.trace.estimate import Device, Meter, device_profile
+from zbfx.trace.regions import REGION, observed
 from zbfx.trace.replay import Context, Replay
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -125,7 +126,7 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode, device: torch
 
 def _export(whole: _Whole, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), observed():
             return torch.export.export(whole, inputs, strict=False)
     except InputError:
         raise
@@ -263,6 +264,7 @@ def _copy(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], cont
         else:
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+            new.meta["region"] = node.meta.get(REGION)
             if node.op == "placeholder":
                 new.meta["val"] = node.meta["val"]
             new.meta["contexts"] = contexts

@@ -83,6 +83,7 @@ class _Marks:
                 upto, following = next(marks)
             node.meta["source"] = origin.meta.get("source", "") if origin is not None else ""
             node.meta["place"] = origin.meta.get("place") if origin is not None else None
+            node.meta["region"] = origin.meta.get("region") if origin is not None else None
 
 
 class _MarkedReplay(Replay):
@@ -170,7 +171,7 @@ def _cleaned(graph: fx.Graph, names: list[str], order: list[int]) -> fx.Graph:
             env[node] = env[node.args[0]]
         else:
             env[node] = new.placeholder(next(fresh)) if node.op == "placeholder" else new.node_copy(node, lambda n: env[n])
-            env[node].meta = {"val": node.meta.get("val"), "source": node.meta.get("source", "")}
+            env[node].meta = {k: node.meta.get(k) for k in ("val", "source", "region")}
             if node.op == "call_function" and draws(node):
                 place = node.meta["place"]
                 env[node].meta["draw"] = (place, drawn.get(place, 0))

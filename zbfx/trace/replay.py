@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from zbfx.trace.regions import calls
+
 Context = tuple[str, tuple[Any, ...]]
 
 
@@ -28,6 +30,10 @@ class Replay(fx.Interpreter):
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(fx.GraphModule(torch.nn.Module(), graph))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        call = calls.get(target)
+        return super().call_function(target, args, kwargs) if call is None else call(*args)
 
     def run_node(self, n: fx.Node) -> Any:
         contexts = n.meta.get("contexts", ())
