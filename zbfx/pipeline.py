@@ -93,7 +93,10 @@ def _device(model: torch.nn.Module, asked: str | torch.device | None, distribute
         first = next(model.parameters(), None)
         at = torch.device("cpu") if first is None or first.is_meta else first.device
         asked = "cuda" if distributed and torch.cuda.is_available() else at
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise InputError(f"device={asked!r} is no device: zbfx runs on cpu and cuda") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise InputError(
