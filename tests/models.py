@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-
-transformers.logging.set_verbosity_error()
 
 VOCABULARY, WIDTH, LENGTH = 128, 32, 12
 SMALL = {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
@@ -33,6 +30,7 @@ class Case:
 
 
 def gpt2(layers: int = 2) -> Case:
+    transformers = _transformers()
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=WIDTH, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=0, **SMALL,
@@ -41,6 +39,7 @@ def gpt2(layers: int = 2) -> Case:
 
 
 def llama(layers: int = 2) -> Case:
+    transformers = _transformers()
     config = transformers.LlamaConfig(
         hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, **SMALL
     )
@@ -48,6 +47,7 @@ def llama(layers: int = 2) -> Case:
 
 
 def bert(layers: int = 2) -> Case:
+    transformers = _transformers()
     config = transformers.BertConfig(
         hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, **SMALL,
@@ -93,6 +93,14 @@ def cnn() -> Case:
 
 
 MODELS: dict[str, Callable[[], Case]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "mlp": mlp, "cnn": cnn}
+
+
+def _transformers() -> Any:
+    """Imported where it is used: it is slow to import, and processes of tests often do without."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
 
 
 def _case(build: Callable[[], nn.Module], loss: Any, batch: Any) -> Case:

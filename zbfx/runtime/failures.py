@@ -63,6 +63,11 @@ class Alarm:
         if failure is not None:
             listener(failure)
 
+    def forget(self, listener: Callable[[Failure], None]) -> None:
+        """Undo `listen`; nothing where it was not listening."""
+        with self._lock:
+            self._listeners = [known for known in self._listeners if known != listener]
+
     def ring(self, failure: Failure) -> Failure:
         """Report `failure`; returns the one that counts, which is an earlier one if there was one."""
         with self._lock:

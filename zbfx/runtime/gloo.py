@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -26,16 +27,26 @@ _LAST_TAG = 2**31 - 1  # `_interrupt`'s own
 class Gloo(Channel):
     """One rank's end of a gloo process group over all ranks, which the channel owns.
 
-    timeout: seconds to wait for one message of a rank that is alive, however slow. dead_after: see Heartbeat.
+    timeout: seconds to wait for one message of a rank that is alive, however slow. dead_after: see Heartbeat. alarm: shared by
+    the channels of this process, so that a failure seen by one ends the waits of all; action: what the process is doing.
     """
 
-    def __init__(self, store: dist.Store, *, dead_after: float = 5.0, timeout: float = 1800.0, host: int = -1) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), Alarm())
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        dead_after: float = 5.0,
+        timeout: float = 1800.0,
+        host: int = -1,
+        alarm: Alarm | None = None,
+        action: Callable[[], str] | None = None,
+    ) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), alarm or Alarm())
         self.timeout = timeout
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._works: dict[tuple[str, str], tuple[Tensors, list[Any]]] = {}
         self._heartbeat = Heartbeat(
-            store, self.index, self.size, self.alarm, lambda: self.action, dead_after=dead_after, host=host
+            store, self.index, self.size, self.alarm, action or (lambda: self.action), dead_after=dead_after, host=host
         )
         self._heartbeat.start()
         self.alarm.listen(self._interrupt)
@@ -62,6 +73,7 @@ class Gloo(Channel):
     def close(self) -> None:
         """Wait for the others to close too, then give up the group."""
         self._heartbeat.leave(self.timeout)
+        self.alarm.forget(self._interrupt)
         self._works.clear()
         with suppress(RuntimeError):
             dist.destroy_process_group(self._group)

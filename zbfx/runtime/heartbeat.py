@@ -90,6 +90,7 @@ class Heartbeat:
         """
         self._stop.set()
         self._thread.join()
+        self._alarm.forget(self._publish)
         try:
             self._store.set(f"beat/{self.index}", LEFT)
             end = time.monotonic() + patience

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zbfx.errors import InputError, RankError
 from zbfx.runtime.channel import Channel
-from zbfx.runtime.failures import Failure, describe
+from zbfx.runtime.failures import Alarm, Failure, describe
 from zbfx.runtime.gloo import Gloo
 from zbfx.runtime.nccl import Nccl
 from zbfx.runtime.rank import Rank, execute
@@ -47,6 +48,17 @@ def namespace(number: int) -> str:
 
 
 _connected = 0  # channels opened by this process: the same number on all ranks, for all open them together
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()  # those of them that are still there
+
+
+def _shared_alarm() -> Alarm:
+    """One for all channels of this process that work: a launcher's channel and a pipeline's stop together."""
+    return next((c.alarm for c in _channels if c.alarm.failure is None), None) or Alarm()
+
+
+def _action() -> str:
+    """What this process is doing, on whichever of its channels."""
+    return next((c.action for c in _channels if c.action), "")
 
 
 def connect(
@@ -78,9 +90,10 @@ def connect(
     store = dist.PrefixStore(namespace(_connected), store)
     _connected += 1
     host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "RANK" in os.environ else -1
-    if device.type == "cuda":
-        return Nccl(store, device, pairs, dead_after=dead_after, timeout=timeout, host=host)
-    return Gloo(store, dead_after=dead_after, timeout=timeout, host=host)
+    options: Any = {"dead_after": dead_after, "timeout": timeout, "host": host, "alarm": _shared_alarm(), "action": _action}
+    channel = Nccl(store, device, pairs, **options) if device.type == "cuda" else Gloo(store, **options)
+    _channels.add(channel)
+    return channel
 
 
 def run_threads(ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *, grace: float = 30.0) -> None:

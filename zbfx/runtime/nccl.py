@@ -12,7 +12,7 @@ up a compute kernel of another stream, hence CUDA_DEVICE_MAX_CONNECTIONS (`launc
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zbfx.errors import RankError
 from zbfx.runtime.channel import Tensors, window
-from zbfx.runtime.failures import Failure
+from zbfx.runtime.failures import Alarm, Failure
 from zbfx.runtime.gloo import Gloo
 
 
@@ -42,8 +42,10 @@ class Nccl(Gloo):
         dead_after: float = 5.0,
         timeout: float = 1800.0,
         host: int = -1,
+        alarm: Alarm | None = None,
+        action: Callable[[], str] | None = None,
     ) -> None:
-        super().__init__(store, dead_after=dead_after, timeout=timeout, host=host)
+        super().__init__(store, dead_after=dead_after, timeout=timeout, host=host, alarm=alarm, action=action)
         self.device = device
         limit = timedelta(seconds=timeout)
         self._world = dist.new_group(backend="nccl", timeout=limit)
@@ -85,6 +87,7 @@ class Nccl(Gloo):
 
     def close(self) -> None:
         self._works.clear()
+        self.alarm.forget(self._abort)
         if self.alarm.failure is None:
             torch.cuda.synchronize(self.device)
         groups, self._pairs = [*self._pairs.values(), self._world], {}
