@@ -1,7 +1,9 @@
-"""Fixed schedules by name: gpipe, 1f1b, zb-h1. Same input, same order; costs never matter, only placement and microbatches.
+"""Fixed schedules by name. Same input, same order; costs matter to none of them, only placement and microbatches.
 
-A rank that holds a block of consecutive stages treats it as one: F runs the block's stages first to last, B and W follow last to
-first. So these three take any placement made of one block per rank (`block_placement`), and any m >= 1, m < p included.
+This file: the schedules in which a rank does one thing per microbatch: gpipe, 1f1b, zb-h1, zb-h2. A rank that holds a block of
+consecutive stages treats it as one: F runs the block's stages first to last, B and W follow last to first. So they take any
+placement made of one block per rank (`block_placement`), and any m >= 1, m < p included. `order_chunks` has the schedules in which a
+rank returns to several stages.
 Letters: p ranks, m microbatches, T_F, T_B, T_W seconds and M_B, M_W bytes of one rank's whole part; the formulas leave
 communication out.
 """
@@ -12,16 +14,19 @@ from collections.abc import Iterator, Sequence
 
 from zbfx.errors import InputError, ScheduleError
 from zbfx.ir import Action, CostModel, Kind, Schedule
+from zbfx.passes.order_chunks import CHUNKED, order_chunked
 
 Word = list[tuple[Kind, int]]  # (kind, microbatch) of one rank's whole block
 
 
 def order_fixed(name: str, placement: Sequence[int], microbatches: int, *, costs: CostModel | None = None) -> Schedule:
     """The named schedule for `placement[stage] -> rank`; `costs` is accepted so that all schedulers are called alike."""
-    if name not in _WORDS:
-        raise InputError(f"{name!r} is no fixed schedule; there are {', '.join(sorted(_WORDS))}")
+    if name not in FIXED:
+        raise InputError(f"{name!r} is no fixed schedule; there are {', '.join(FIXED)}")
     if microbatches < 1:
         raise InputError(f"{microbatches=}: a schedule needs at least one")
+    if name in CHUNKED:
+        return order_chunked(name, placement, microbatches)
     blocks = _blocks(name, placement)
     words = {rank: _WORDS[name](len(blocks), depth, microbatches) for depth, (rank, _) in enumerate(blocks)}
     stages = dict(blocks)
@@ -59,7 +64,18 @@ def zb_h1(p: int, depth: int, m: int) -> Word:
     return [*_run("F", 0, warm), *_turns(warm, m, "B", delay=depth)]
 
 
-_WORDS = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
+def zb_h2(p: int, depth: int, m: int) -> Word:
+    """ZB-H2: twice ZB-H1's warm-up, so that the first gradient is back when the Fs end; rank i's Ws start 2i microbatches late.
+
+    Bubble of the span (p-1)(T_F+T_B-2T_W) where that is positive; memory (2(p-i)-1)*M_B + 2i*M_W on rank i, at most (2p-1)*M_B.
+    Source: arXiv 2401.10241, section 2.
+    """
+    warm = min(2 * (p - 1 - depth), m)
+    return [*_run("F", 0, warm), *_turns(warm, m, "B", delay=2 * depth)]
+
+
+_WORDS = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+FIXED = (*_WORDS, *CHUNKED)
 
 
 def _run(kind: Kind, first: int, end: int) -> Word:
