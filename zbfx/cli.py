@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import NoReturn
 
 from rich.console import Console
@@ -53,6 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
     cli_dump.add_dump(subparsers)
     cli_run.add_run(subparsers)
+    if find_spec("zbfx.cli_schedule") is not None:  # the scheduler's verbs need no torch model and live apart
+        import_module("zbfx.cli_schedule").add_verbs(subparsers)
     for verb in set(subparsers.choices.values()):
         verb.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help="on an error, print all of it")
     return parser

@@ -98,15 +98,13 @@ def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
     console.print(
         f"{len(plan.stages)} stages on {len(plan.programs)} ranks, {plan.schedule.name}, {plan.microbatches} microbatches, "
         f"{plan.device.type}\npredicted from estimated costs: step {format_seconds(timeline.makespan)}, bubble "
-        f"{timeline.bubble_makespan:.1%}, without a barrier {timeline.bubble_span:.1%}\n",
+        f"{timeline.bubble_makespan:.1%}, without a barrier {timeline.bubble_span:.1%}",
         soft_wrap=True,
         highlight=False,
     )
     rows = _rows(plan)
     console.print(stage_table([r for r in rows["stages"] if r["rank"] in ranks]))
-    console.print(
-        "F, B, W: estimated seconds of one microbatch; sends, returns: its bytes to the next stage and back\n", style="dim"
-    )
+    console.print("per microbatch: estimated F, B, W; bytes sent on and returned as gradients", style="dim")
     console.print(rank_table([rows["ranks"][r] for r in ranks]))
     console.print("static: parameters, gradients, buffers; activations: the most at once, exact\n", style="dim")
     console.print(timeline_grid(timeline, width=console.width))

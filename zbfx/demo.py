@@ -164,6 +164,7 @@ def bubbles(pipe: Pipeline, timelines: Sequence[Timeline]) -> dict[str, Any]:
         "measured": statistics.median(t.bubble_makespan for t in later),
         "seconds": [predicted.makespan, statistics.median(t.makespan for t in later)],
         "steps": [half, len(later)],
+        "load": _foreign_load(len(plan.programs)),
         "others": others,
     }
 
@@ -182,6 +183,12 @@ def measured_costs(costs: CostModel, timelines: Sequence[Timeline]) -> CostModel
         b = both if both is not None else median.get((k, "B"), 0.0)
         stages.append(replace(cost, F=median.get((k, "F"), 0.0), B=b, W=median.get((k, "W"), 0.0)))
     return replace(costs, stages=tuple(stages))
+
+
+def _foreign_load(ranks: int) -> float:
+    """The last minute's load average if it exceeds that of `ranks` busy processes by 1 or more, else 0."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load if load >= ranks + 1 else 0.0
 
 
 # ---------------------------------------------------------------- what is printed
@@ -228,6 +235,8 @@ def _figures(first: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if found["others"]:
             others = ", ".join(f"{name} {value:.1%}" for name, value in found["others"].items())
             yield "", f"other schedules, predicted with the same times: {others}"
+        if found["load"]:
+            yield "", f"other programs kept this machine busy (load {found['load']:.1f}): measured times are theirs too"
     for r, (predicted, measured) in enumerate(zip(*first["peak"], strict=True)):
         same = "exactly as predicted" if predicted == measured else f"predicted {format_bytes(predicted)}"
         yield "memory" if r == 0 else "", f"rank {r}: at most {format_bytes(measured)} of activations, {same}"

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -53,7 +54,7 @@ def rank_rows(
 
 def stage_table(rows: Sequence[dict[str, Any]]) -> Table:
     """stage_rows as a table. Seconds are estimates for one microbatch."""
-    table = Table(pad_edge=False)
+    table = Table(pad_edge=False, box=SIMPLE_HEAD)
     for name in ("stage", "rank", "parameters", "F", "B", "W", "sends", "returns"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -65,7 +66,7 @@ def stage_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def rank_table(rows: Sequence[dict[str, Any]]) -> Table:
     """rank_rows as a table. static: parameters, their gradients, and buffers; peak: static and the most activations at once."""
-    table = Table(pad_edge=False)
+    table = Table(pad_edge=False, box=SIMPLE_HEAD)
     for name in ("rank", "stages", "work", "static", "activations", "peak", "limit"):
         table.add_column(name, justify="right")
     for row in rows:
