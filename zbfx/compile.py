@@ -74,13 +74,17 @@ def build_plan(
     options: Options,
     like: Plan | None = None,
     forward_only: bool = False,
+    predict: bool = False,
 ) -> Plan:
     """Compile for one microbatch's inputs. like: keep this plan's parameters on their stages, and its schedule.
 
-    forward_only: programs that compute the loss alone, as `model.eval()` would.
+    forward_only: programs that compute the loss alone; predict: the model's outputs alone.
     """
     history: History = []
-    captured = capture(model, args, kwargs, target, loss=loss, device=options.device, differentiable=not forward_only)
+    forward_only = forward_only or predict
+    captured = capture(
+        model, args, kwargs, target, loss=loss, device=options.device, differentiable=not forward_only, predict=predict
+    )
     history.append(("capture", captured))
     forwards = _cut(captured, options, like)
     history.append(("partition", forwards))
@@ -138,6 +142,8 @@ def finish_plan(
         shapes,
         captured.constants,
         static,
+        stages[-1].F.group("y"),
+        captured.template,
         tuple(history),
     )
 
@@ -166,7 +172,16 @@ def _kept_cuts(captured: Captured, options: Options, like: Plan) -> tuple[int, .
     before = dict(like.history)
     if "capture" in before and _operators(before["capture"]) == _operators(captured):
         return tuple(f.start for f in before["partition"][1:])
-    return cuts_for_owners(captured, like.owners, options.num_stages)
+    return cuts_for_owners(captured, _homes(like), options.num_stages)
+
+
+def _homes(plan: Plan) -> dict[str, int]:
+    """The stage of every parameter, and of every buffer that one stage alone uses: its rank may be the only one to update it."""
+    users: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for name in stage.buffers:
+            users.setdefault(name, []).append(stage.index)
+    return {**plan.owners, **{name: stages[0] for name, stages in users.items() if len(stages) == 1}}
 
 
 def _operators(captured: Captured) -> list[Any]:
@@ -175,7 +190,8 @@ def _operators(captured: Captured) -> list[Any]:
 
 def _split(captured: Captured, forwards: Sequence[Forward], forward_only: bool) -> tuple[Stage, ...]:
     """Differentiate and split each stage, last to first: the layout of a gradient is known where it is made."""
-    tangents: list[Any] = [None if forward_only else outputs_of(forwards[-1].graph)[0].meta["val"]]
+    results = outputs_of(forwards[-1].graph)
+    tangents: list[Any] = [None] * len(results) if forward_only else [results[0].meta["val"]]
     stages: list[Stage] = []
     for forward in reversed(forwards):
         joint = recompute_regions(differentiate(forward, tangents))

@@ -9,12 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from zbfx.batch import Batch
 from zbfx.compile import Options
 from zbfx.errors import PlanError
+from zbfx.gradients import clip_grad_norm_, refuse_lost_hooks, run_hooks
 from zbfx.holdings import Holdings
-from zbfx.ir import Program, Span, Timeline
+from zbfx.ir import Place, Program, Span, Timeline, Value
 from zbfx.plan import Plan
 from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
@@ -73,8 +75,9 @@ class Engine:
         names = [n for s in own for n in s.names]
         self.holdings.settle(names, [n for s in own for n in s.buffers])
         if self.distributed:
-            self.holdings.is_partial = True
-            self.holdings.keep_only(names)
+            others = [s for s in plan.stages if s not in own]
+            released = {n for s in others for n in (*s.names, *s.buffers)} - {n for s in own for n in (*s.names, *s.buffers)}
+            self.holdings.release(released, unused=self.local[0] != 0)
 
     def watch(self, *, times: bool, memory: bool) -> None:
         """Record the next steps."""
@@ -82,11 +85,49 @@ class Engine:
 
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """One step of every local rank; the loss, on every rank."""
-        loss = self._run(plan, batch)
-        self.steps += plan.differentiates
-        return loss
+        if plan.differentiates:
+            refuse_lost_hooks(self.holdings)
+        ranks = self._run(plan, batch)
+        if plan.differentiates:
+            self.steps += 1
+            run_hooks(self._trained(plan))
+        return self._loss(plan, ranks)
 
-    def _run(self, plan: Plan, batch: Batch) -> torch.Tensor:
+    def predict(self, plan: Plan, batch: Batch) -> Any:
+        """The model's outputs for a batch, on every rank: see Pipeline.predict."""
+        ranks = self._run(plan, batch)
+        last = plan.schedule.placement[-1]
+        mine = next((r for r in ranks if r.index == last), None)
+        size = batch.size // batch.microbatches
+        whole = []
+        for i, value in enumerate(plan.results):
+            parts = [] if mine is None else [mine.outputs[mb][i] for mb in range(plan.microbatches)]
+            whole.append(self._joined(parts, value, size, plan.microbatches, last))
+        return pytree.tree_map_only(Place, lambda p: whole[p.index], plan.template)
+
+    def _joined(self, parts: list[torch.Tensor], value: Value, size: int, microbatches: int, last: int) -> torch.Tensor:
+        """One output of all microbatches: along the batch dimension if it has one, else stacked; sent to all ranks."""
+        batched = bool(value.shape) and value.shape[0] == size
+        shape = (size * microbatches, *value.shape[1:]) if batched else (microbatches, *value.shape)
+        joined = torch.empty(shape, dtype=value.dtype, device=self.device)
+        if parts:
+            joined.copy_(torch.cat(parts) if batched else torch.stack(parts))
+        if self.distributed:
+            self._channels[0].broadcast(joined, last)
+        return joined
+
+    def _trained(self, plan: Plan) -> list[torch.Tensor]:
+        """The parameters of this process that get gradients, each once, in the order of stages."""
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] in self.local]
+        found = {id(p): p for s in own for p in (self.holdings.tensor(s.names[i]) for i in s.gparams)}
+        return list(found.values())
+
+    def clip_grad_norm_(self, plan: Plan, max_norm: float, norm_type: float) -> torch.Tensor:
+        """See Pipeline.clip_grad_norm_."""
+        channel = self._channels[0] if self.distributed else None
+        return clip_grad_norm_(plan, self.holdings, self.local, channel, max_norm, norm_type, self.device)
+
+    def _run(self, plan: Plan, batch: Batch) -> list[Rank]:
         recorders = {r: self._recorder() for r in self.local}
         ranks = [self._rank(plan, r, batch, recorders[r]) for r in self.local]
         steps = [self._load(plan, r).step for r in self.local]
@@ -98,7 +139,7 @@ class Engine:
             sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
         if self._watch is not None:
             self.observed = _observe(self._channels[0] if self.distributed else None, plan, recorders)
-        return self._loss(plan, ranks)
+        return ranks
 
     def _recorder(self) -> Recorder:
         times, memory = self._watch or (False, False)
@@ -109,9 +150,9 @@ class Engine:
         last = plan.schedule.placement[-1]
         mine = next((r for r in ranks if r.index == last), None)
         with torch.no_grad():
-            losses = torch.stack(mine.losses) if mine is not None else torch.zeros(plan.microbatches, device=self.device)
+            blank = torch.zeros(plan.microbatches, dtype=plan.results[0].dtype, device=self.device)
+            losses = torch.stack(mine.losses) if mine is not None else blank
             if self.distributed:
-                losses = losses.to(torch.float32)
                 self._channels[0].broadcast(losses, last)
             count = plan.microbatches if plan.reduction == "mean" else 1
             total = losses[0] / count
@@ -138,7 +179,7 @@ class Engine:
             params={s.index: params[s.index] for s in own},
             grads={s.index: grads[s.index] for s in own},
             inputs=inputs,
-            weights=weights if plan.schedule.placement[-1] == rank else (),
+            weights=weights if plan.schedule.placement[-1] == rank and plan.template is None else (),
             device=self.device,
             recorder=recorder,
         )
@@ -154,7 +195,7 @@ class Engine:
                 own = [self.holdings.tensor(n) for n in (*s.names, *s.buffers)]
                 params[s.index] = (*own, *[plan.constants[n].to(self.device) for n in s.constants])
                 grads[s.index] = tuple(self._target(s.index, s.names[i]) for i in s.gparams)
-            one = torch.ones((), device=self.device)
+            one = torch.ones((), dtype=plan.results[0].dtype, device=self.device)
             weight = one / plan.microbatches if plan.reduction == "mean" else one
             self._bound[id(plan)] = (params, grads, (weight,) * plan.microbatches)
         return self._bound[id(plan)]
@@ -199,6 +240,7 @@ def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
     place = plan.schedule.placement
     found = {pair for a, b in pairwise(place) if a != b for pair in ((a, b), (b, a))}
     found |= {(place[-1], r) for r in range(len(plan.programs)) if r != place[-1]}
+    found |= {pair for r in range(1, len(plan.programs)) for pair in ((r, 0), (0, r))}  # the norm of all gradients
     for tie in ties:
         ranks = {place[s] for s in tie.stages}
         found |= {(a, b) for a in ranks for b in ranks if a != b}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ Init = Callable[[str, torch.Tensor], Any] | Mapping[str, torch.Tensor]
 
 
 class Holdings:
-    """The model's tensors by name. In one process all of them; in several, this rank's own, once `keep_only` has been told.
+    """The model's tensors by name. In one process all of them; in several, this rank's own, once `release` has been told.
 
     Parameters stay the user's objects: an optimizer made before compiling goes on working.
     """
@@ -21,7 +21,7 @@ class Holdings:
     def __init__(self, model: torch.nn.Module, device: torch.device, init: Init | None) -> None:
         self.model, self.device, self.init = model, device, init
         self.is_partial = False
-        self._kept: set[str] | None = None
+        self._settled: tuple[str, ...] = ()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer by the user's name."""
@@ -36,7 +36,8 @@ class Holdings:
     def settle(self, parameters: Sequence[str], buffers: Sequence[str]) -> None:
         """Bring the named tensors to the device and make the ones on the meta device real."""
         missing = []
-        for name in [*parameters, *buffers]:
+        self._settled = (*parameters, *buffers)
+        for name in self._settled:
             tensor = self.tensor(name)
             if tensor.is_meta:
                 missing += self._materialize(name, tensor)
@@ -72,24 +73,29 @@ class Holdings:
                     if value is old:
                         slots[leaf] = new
 
-    def keep_only(self, parameters: Sequence[str]) -> None:
-        """Give back the memory of every parameter that is not named: the model keeps a meta tensor in its place."""
-        self._kept = set(parameters)
-        mine = {id(self.tensor(name)) for name in parameters}
-        windows = {self.tensor(name).untyped_storage()._cdata for name in parameters}
-        for _, parameter in list(self.model.named_parameters()):
-            if id(parameter) in mine or parameter.is_meta:
-                continue
-            self._replace(parameter, torch.empty_like(parameter, device="meta"))
-            parameter.grad = None
-            storage = parameter.untyped_storage()
+    def release(self, names: Collection[str], *, unused: bool) -> None:
+        """Give back the memory of what other ranks' stages use: the model keeps a meta tensor in its place.
+
+        unused: and of the parameters that no stage uses, which one rank alone keeps for its state dict. A buffer that no
+        stage uses stays on all ranks: evaluation may need it.
+        """
+        gone = {id(self.tensor(name)) for name in names}
+        tensors = {id(p): p for p in self.model.parameters()} | {id(b): b for b in self.model.buffers()}
+        if unused:
+            used = {id(self.tensor(name)) for name in self._settled}
+            gone |= {id(p) for p in self.model.parameters() if id(p) not in used}
+        windows = {t.untyped_storage()._cdata for key, t in tensors.items() if key not in gone}
+        for tensor in [tensors[key] for key in gone if not tensors[key].is_meta]:
+            self._replace(tensor, torch.empty_like(tensor, device="meta"))
+            tensor.grad = None
+            storage = tensor.untyped_storage()
             if storage._cdata not in windows and storage.resizable():
                 storage.resize_(0)  # an optimizer may still hold the parameter: it has no gradient, and is skipped
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """(the user's name, parameter), each parameter once."""
         for name, parameter in self.model.named_parameters():
-            if self._kept is None or not parameter.is_meta:
+            if not self.is_partial or not parameter.is_meta:
                 yield name, parameter
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -252,9 +252,16 @@ Options = Mapping[str, Any]
 # ---------------------------------------------------------------- the captured model
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """In a template of a model's output: the position of a tensor among those that are computed."""
+
+    index: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """The whole forward pass, from inputs to loss, as one graph of aten calls.
+    """The whole forward pass, from inputs to loss (or to the model's outputs), as one graph of aten calls.
 
     Placeholders of `graph` are named in `params` and `buffers` (-> the user's names), `constants` (-> tensors) and
     `leaves` (the tensor inputs, -> index into the flattened (args, kwargs, target)). Every node carries meta: `val` (a fake
@@ -268,7 +275,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     leaves: Mapping[str, int]
     statics: Mapping[int, Any]
-    loss: str
+    outputs: tuple[str, ...]  # the nodes returned: the loss, or (to predict) the tensors among the model's outputs
+    template: Any  # to predict: the model's output, with the position of a tensor in `outputs` in its place; else None
     device: torch.device
     training: bool = True
 

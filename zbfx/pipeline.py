@@ -125,6 +125,8 @@ class Pipeline:
     ) -> None:
         self._model, self._options, self._loss, self._shared = model, options, loss, shared
         self._holdings = Holdings(model, options.device, init)
+        where = place()
+        self._holdings.is_partial = where is not None and where.size > 1
         self._engine: Engine | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._current: Plan | None = None
@@ -163,6 +165,23 @@ class Pipeline:
         """The plan for a batch like this one. No parameter is touched: they may lie on the meta device and have no values."""
         return self._plan_for(self._read(args, kwargs, target), forward_only=False)
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for a batch, as `model.eval()` and torch.no_grad() would give them, in the model's own structure.
+
+        Outputs with a batch dimension are joined along it; others (a scalar per microbatch) are stacked. On every rank.
+        """
+        batch = self._read(args, kwargs, None)
+        plan = self._plan_for(batch, forward_only=True, predict=True)
+        return self._running(self._current or plan).predict(plan, batch)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients of all ranks so that their joint norm is at most max_norm; returns the norm before.
+
+        Equal to torch.nn.utils.clip_grad_norm_ over the whole model in one process. All ranks call it, after `step`.
+        """
+        plan = self.plan
+        return self._running(plan).clip_grad_norm_(plan, max_norm, norm_type)
+
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> Plan:
         """Compile for a batch like this one, without running it."""
         batch = self._read(args, kwargs, target)
@@ -173,17 +192,21 @@ class Pipeline:
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Batch:
         return read_batch(args, kwargs, target, self._options.microbatches, self._shared)
 
-    def _plan_for(self, batch: Batch, *, forward_only: bool) -> Plan:
-        key = (forward_only, self._mode(), *batch.key())
+    def _plan_for(self, batch: Batch, *, forward_only: bool, predict: bool = False) -> Plan:
+        key = (forward_only, predict, self._mode(), *batch.key())
         if key not in self._plans:
             fits = self._loaded is not None and not forward_only and _fits(self._loaded, batch)
-            self._plans[key] = self._loaded if fits and self._loaded is not None else self._build(batch, forward_only)
+            self._plans[key] = self._loaded if fits and self._loaded is not None else self._build(batch, forward_only, predict)
         return self._plans[key]
 
-    def _mode(self) -> tuple[bool, ...]:
-        return tuple(m.training for m in self._model.modules())
+    def _mode(self) -> tuple[Any, ...]:
+        """What a trace depends on besides its inputs: training flags, frozen parameters, autocast."""
+        kind = self._options.device.type
+        autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        frozen = tuple(p.requires_grad for p in self._model.parameters())
+        return (*autocast, tuple(m.training for m in self._model.modules()), frozen)
 
-    def _build(self, batch: Batch, forward_only: bool) -> Plan:
+    def _build(self, batch: Batch, forward_only: bool, predict: bool) -> Plan:
         args, kwargs, target = batch.example()
         like = self._current or self._loaded
         with _evaluating(self._model) if forward_only else _as_it_is():
@@ -196,6 +219,7 @@ class Pipeline:
                 options=self._options,
                 like=like,
                 forward_only=forward_only,
+                predict=predict,
             )
 
     def _running(self, plan: Plan) -> Engine:

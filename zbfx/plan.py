@@ -11,7 +11,7 @@ import torch
 
 from zbfx.codegen.folder import Folder, field, read_folder, write_folder
 from zbfx.errors import PlanError
-from zbfx.ir import CostModel, Program, Schedule, Stage, Timeline
+from zbfx.ir import CostModel, Program, Schedule, Stage, Timeline, Value
 from zbfx.passes.simulate import simulate
 from zbfx.text import costs_from_json, format_bytes, schedule_from_json, schedule_to_csv, schedule_to_json
 
@@ -52,6 +52,8 @@ class Plan:
     shapes: Mapping[int, tuple[tuple[int, ...], str]]  # tensor leaves of one microbatch: shape, dtype
     constants: Mapping[str, torch.Tensor]
     static_bytes: tuple[int, ...]
+    results: tuple[Value, ...]  # what the last stage gives for one microbatch: the loss, or the model's outputs
+    template: Any = None  # to predict: see ir.Captured
     history: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -97,6 +99,7 @@ class Plan:
             "values": [[i, v] for i, v in self.statics.items()],
             "shapes": [[i, list(shape), dtype] for i, (shape, dtype) in self.shapes.items()],
             "constants": sorted(self.constants),
+            "loss": str(self.results[0].dtype).removeprefix("torch."),
             "static_bytes": list(self.static_bytes),
             "peak_bytes": [p.peak for p in self.programs],
         }
@@ -142,8 +145,15 @@ def load_plan(folder: Path) -> Plan:
         {i: (tuple(shape), dtype) for i, shape, dtype in field(data, "shapes", list, where)},
         content.constants,
         tuple(field(data, "static_bytes", list, where)),
-        (),
+        (Value("loss", _dtype(field(data, "loss", str, where), where), (), ()),),
     )
+
+
+def _dtype(name: str, where: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{where}: {name!r} is no dtype of torch")
+    return dtype
 
 
 def _stage(index: int, data: Any, where: str) -> StoredStage:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zbfx.errors import PartitionError
-from zbfx.ir import Captured, Forward, Link
+from zbfx.ir import Captured, Forward, Link, outputs_of
 from zbfx.passes.balance import best_cuts
 from zbfx.passes.replicate import bases, replicated, written_storages
 
@@ -189,8 +189,7 @@ def _pin(line: _Line, name: str) -> int:
 def _stage(captured: Captured, line: _Line, index: int, start: int, end: int) -> Forward:
     inputs = line.crossing(start)
     last = end == len(line.nodes)
-    loss = next(n for n in captured.graph.nodes if n.name == captured.loss)
-    outputs = [loss] if last else line.crossing(end)
+    outputs = list(outputs_of(captured.graph)) if last else line.crossing(end)
     needed = _needed(line, line.nodes[start:end], outputs, set(inputs))
     order = [n for n in captured.graph.nodes if n in needed]
     places = [n.name for n in order if n.op == "placeholder"]

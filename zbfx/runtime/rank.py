@@ -54,6 +54,7 @@ class Rank:
             _refuse_holes(name, layouts)
         self.recorder = recorder or Recorder(self.device)
         self.losses = tuple(torch.empty_like(weight) for weight in weights)  # filled by `loss`, one per microbatch
+        self.outputs: dict[int, Tensors] = {}  # filled by `loss` when there are no weights
         self._params = {stage: tuple(value.detach() for value in values) for stage, values in params.items()}
         self._grads = {stage: tuple(values) for stage, values in grads.items()}
         self._inputs = {key: tuple(values) for key, values in inputs.items()}
@@ -101,11 +102,16 @@ class Rank:
         with self.recorder.waiting("sent"):
             self.channel.sent(name)
 
-    def loss(self, mb: int, loss: Tensor) -> Tensor:
-        """Note a microbatch's loss (copied to `losses[mb]`, on its device); the tangent that its backward starts from."""
+    def loss(self, mb: int, *results: Tensor) -> Tensor | None:
+        """Note what the last stage gives: a microbatch's loss (copied to `losses[mb]`, on its device), or, without weights, the
+        model's outputs (`outputs[mb]`). Returns the tangent that the loss's backward starts from.
+        """
+        if not self._weights:
+            self.outputs[mb] = results
+            return None
         if not 0 <= mb < len(self.losses):
             raise RankError(f"no weight for the loss of microbatch {mb}: there are {len(self.losses)}")
-        self.losses[mb].copy_(loss)
+        self.losses[mb].copy_(results[0])
         return self._weights[mb]
 
     def accumulate(self, stage: int, grads: Sequence[Tensor | None]) -> None:
@@ -117,8 +123,9 @@ class Rank:
             if target is None or grad is None:
                 continue
             if target.grad is None:
-                target.grad = grad
-                self.recorder.keep(grad)
+                kept = grad.to(target.grad_dtype or grad.dtype)  # a parameter may ask for gradients in float32
+                target.grad = kept
+                self.recorder.keep(kept)
             else:
                 target.grad.add_(grad)
 

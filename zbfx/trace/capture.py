@@ -10,6 +10,7 @@ import contextlib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError, TraceError
-from zbfx.ir import Captured
+from zbfx.ir import Captured, Place, outputs_of
 from zbfx.storage import draws, mutates
 from zbfx.trace.estimate import Device, Meter, device_profile
 from zbfx.trace.regions import REGION, observed
@@ -34,14 +35,16 @@ _PREFIX = "model."
 class _Whole(torch.nn.Module):
     """Inputs to loss in one module: what torch.export sees."""
 
-    def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Loss | None, predict: bool) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        self._loss, self._predict = loss, predict
         self.training = model.training  # of the whole alone: submodules keep their own modes
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> torch.Tensor:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         output = self.model(*args, **kwargs)
+        if self._predict:
+            return output
         return self._loss(output, target) if self._loss is not None else own_loss(output)
 
 
@@ -75,18 +78,26 @@ def capture(
     device: torch.device,
     profile: Device | None = None,
     differentiable: bool = True,
+    predict: bool = False,
 ) -> Captured:
-    """Trace one microbatch's forward pass. Tensors in args, kwargs and target only lend their shapes.
+    """Trace one microbatch's forward pass, to its loss, or (predict) to the model's outputs.
+
+    Tensors in args, kwargs and target only lend their shapes. An autocast region around the call is part of the trace.
 
     Raises TraceError with the user's source line where torch.export refuses, InputError where no scalar loss comes out.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    whole = _Whole(model, loss)
+    whole = _Whole(model, loss, predict)
+    ambient = _ambient_autocast(device)
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode, device), (tuple(args), dict(kwargs), target))
     with _fake_parameters(model, mode, device):
         exported = _export(whole, inputs)
-    captured = _captured(exported, inputs, device, model.training, profile or device_profile(device))
-    if differentiable and not next(n for n in captured.graph.nodes if n.name == captured.loss).meta["grad"]:
+    torch.clear_autocast_cache()  # it may hold casts of the fake parameters
+    with torch.autocast(device.type, enabled=False):
+        captured = _captured(exported, inputs, device, model.training, profile or device_profile(device), ambient)
+    if not predict:
+        captured = replace(captured, template=None)
+    if differentiable and not outputs_of(captured.graph)[0].meta["grad"]:
         raise InputError(
             "the loss needs no gradient: no parameter with requires_grad=True reaches it. Unfreeze one, or check for "
             "detach() or torch.no_grad() between the parameters and the loss"
@@ -178,6 +189,7 @@ def _captured(
     device: torch.device,
     training: bool,
     profile: Device,
+    ambient: tuple[Context, ...],
 ) -> Captured:
     params: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -201,17 +213,15 @@ def _captured(
     for index, leaf in enumerate(pytree.tree_leaves(inputs)):
         if not isinstance(leaf, torch.Tensor):
             statics[index] = leaf
-    graph = _inlined(exported.graph_module)
+    graph = _inlined(exported.graph_module, ambient)
     leaves = {name: i for i, name in enumerate(user) if i not in statics}
     _annotate(graph)
-    output = graph.output_node().args[0]
-    loss = output[0] if isinstance(output, (tuple, list)) else output
-    if not isinstance(loss, fx.Node):
-        raise InputError("the loss does not depend on the model: nothing to differentiate")
+    template = _flatten_output(graph, exported)
     values = {**params, **buffers, **constants, **leaves}
     _clean(graph, keep=set(values))
     _analyse(graph, profile)
-    return Captured(graph, params, buffers, constants, leaves, statics, loss.name, device, training)
+    names = tuple(n.name for n in outputs_of(graph))
+    return Captured(graph, params, buffers, constants, leaves, statics, names, template, device, training)
 
 
 def _real(tensor: Any, name: str) -> torch.Tensor:
@@ -231,11 +241,33 @@ def _real(tensor: Any, name: str) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _inlined(module: fx.GraphModule) -> fx.Graph:
+def _ambient_autocast(device: torch.device) -> tuple[Context, ...]:
+    """The autocast region that the caller stands in, if any: export records operators, not their casts."""
+    if not torch.is_autocast_enabled(device.type):
+        return ()
+    options = (device.type, torch.get_autocast_dtype(device.type), True, torch.is_autocast_cache_enabled())
+    return (("autocast", options),)
+
+
+def _flatten_output(graph: fx.Graph, exported: torch.export.ExportedProgram) -> Any:
+    """Have the graph return a flat tuple of tensors; what the model returns, with their positions in their places."""
+    output = graph.output_node()
+    leaves = list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    if not nodes:
+        raise InputError("what the model returns does not depend on its inputs or parameters: there is nothing to compute")
+    output.args = (tuple(dict.fromkeys(nodes)),)
+    places = {n: i for i, n in enumerate(dict.fromkeys(nodes))}
+    filled = [Place(places[leaf]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    spec = exported.call_spec.out_spec
+    return pytree.tree_unflatten(filled, spec) if spec is not None and spec.num_leaves == len(filled) else filled[0]
+
+
+def _inlined(module: fx.GraphModule, ambient: tuple[Context, ...]) -> fx.Graph:
     """A copy in which no_grad and autocast regions are flattened into their nodes' `contexts`."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
-    _copy(module, graph, env, ())
+    _copy(module, graph, env, ambient)
     graph.output(fx.map_arg(module.graph.output_node().args[0], lambda n: env[n]))
     return graph
 

@@ -127,7 +127,8 @@ def _traced(trace: _Trace, flat: list[Any]) -> fx.Graph:
     mode = next((v.fake_mode for v in flat if isinstance(v, FakeTensor)), None) or FakeTensorMode()
     flat = [_leaf(v, mode) for v in flat]
     try:
-        with torch.enable_grad(), mode:
+        kind = next((v.device.type for v in flat if isinstance(v, torch.Tensor)), "cpu")
+        with torch.enable_grad(), torch.autocast(kind, enabled=False), mode:  # autograd itself runs outside autocast
             graph = make_fx(trace, tracing_mode="real", _allow_non_fake_inputs=True)(*flat).graph
         trace.marks.annotate(graph)
         if any(mutates(n.target) for n in graph.nodes):

@@ -31,6 +31,15 @@ class Replay(fx.Interpreter):
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(fx.GraphModule(torch.nn.Module(), graph))
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        # autocast forgets its casts when the outermost region ends: with one around all nodes, each weight is cast once
+        graph: fx.Graph = self.graph
+        kinds = {c[1][0] for n in graph.nodes for c in n.meta.get("contexts", ()) if c[0] == "autocast"}
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return super().run(*args, **kwargs)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         call = calls.get(target)
         return super().call_function(target, args, kwargs) if call is None else call(*args)
