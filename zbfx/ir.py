@@ -108,6 +108,30 @@ class Timeline:
     peak: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A schedule with its costs, its simulated timeline, and the seconds that no schedule for the same costs falls below.
+
+    why: how it was found, for people; seconds: how long that took.
+    """
+
+    schedule: Schedule
+    costs: CostModel
+    timeline: Timeline
+    bound_span: float
+    bound_makespan: float
+    objective: str
+    w_parts: int = 1
+    why: str = field(default="", compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the objective can lie above the optimum at most, as a share of itself."""
+        found, bound = (getattr(source, name) for source, name in ((self.timeline, self.objective), (self, f"bound_{self.objective}")))
+        return max(0.0, (found - bound) / found) if found > 0 else 0.0
+
+
 # ---------------------------------------------------------------- computation
 
 

@@ -129,7 +129,9 @@ class _Following:
                 x = self._ahead_b(r, v, t, gap) if rules.ahead_b else -1
                 if x < 0 and w < len(pending):
                     s = pending[w]
-                    if gap >= (rules.fill if f_left else rules.fill_end) * w_seconds[s] - _EPS:
+                    # The last node feeds nobody: once no F is left, a W in front of it can only help.
+                    fill = rules.fill if f_left else (rules.fill_end if v + 1 < last else 0.0)
+                    if gap >= fill * w_seconds[s] - _EPS:
                         w += 1
                         t += w_seconds[s]
                         held -= w_memory[s]
