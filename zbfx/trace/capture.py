@@ -7,8 +7,11 @@ nothing to trace, and the result does not depend on where the parameters lie.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
@@ -21,7 +24,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from zbfx.errors import InputError, TraceError
+from zbfx.errors import InputError, TraceError, ZbfxError
 from zbfx.ir import Captured, Place, outputs_of
 from zbfx.storage import draws, mutates
 from zbfx.trace.estimate import Device, Meter, device_profile
@@ -92,6 +95,7 @@ def capture(
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode, device), (tuple(args), dict(kwargs), target))
     with _fake_parameters(model, mode, device):
         exported = _export(whole, inputs)
+    _refuse_symbols(exported.graph_module)
     torch.clear_autocast_cache()  # it may hold casts of the fake parameters
     with torch.autocast(device.type, enabled=False):
         captured = _captured(exported, inputs, device, model.training, profile or device_profile(device), ambient)
@@ -136,19 +140,42 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode, device: torch
 
 
 def _export(whole: _Whole, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    said = io.StringIO()  # on failure torch prints the whole partial graph: the error below says what matters
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = shapes.level
+    shapes.setLevel(logging.ERROR)
     try:
-        with torch.enable_grad(), observed():
-            return torch.export.export(whole, inputs, strict=False)
-    except InputError:
+        with torch.enable_grad(), observed(), contextlib.redirect_stderr(said):
+            exported = torch.export.export(whole, inputs, strict=False)
+    except ZbfxError:
         raise
     except Exception as error:
         raise TraceError(_explain(error)) from error
+    finally:
+        shapes.setLevel(level)
+    sys.stderr.write(said.getvalue())
+    return exported
+
+
+def _refuse_symbols(module: fx.GraphModule) -> None:
+    """Raises TraceError where a Python number or a shape depends on a tensor's values: graphs here have fixed shapes."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            for value in pytree.tree_leaves(node.meta.get("val")):
+                sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+                if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+                    what = "shape" if isinstance(value, torch.Tensor) else "number"
+                    raise TraceError(
+                        f"the model cannot be traced at {_source(node)}: {node.target} makes a {what} that depends on a tensor's values\n"
+                        "  what to do: keep values in tensors (no .item(), int() or float()), and use masks and torch.where in place "
+                        "of boolean indexing or nonzero()"
+                    )
 
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _HINTS = (
-    ("data-dependent", "use torch.where or torch.cond in place of a Python branch on a tensor's values"),
-    ("guard on", "use torch.where or torch.cond in place of a Python branch on a tensor's values"),
+    ("data-dependent", "use torch.where in place of a Python branch on a tensor's values"),
+    ("guard on", "use torch.where in place of a Python branch on a tensor's values"),
     (".item()", "keep the value a tensor; .item() has no value while tracing"),
     ("nonzero", "avoid shapes that depend on values: use a mask and torch.where in place of boolean indexing"),
     ("numpy", "use torch operations in forward: numpy calls cannot be traced"),
