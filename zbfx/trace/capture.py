@@ -166,9 +166,10 @@ def _refuse_symbols(module: fx.GraphModule) -> None:
                 if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
                     what = "shape" if isinstance(value, torch.Tensor) else "number"
                     raise TraceError(
-                        f"the model cannot be traced at {_source(node)}: {node.target} makes a {what} that depends on a tensor's values\n"
-                        "  what to do: keep values in tensors (no .item(), int() or float()), and use masks and torch.where in place "
-                        "of boolean indexing or nonzero()"
+                        f"the model cannot be traced at {_source(node)}\n"
+                        f"  reason: {node.target} makes a {what} that depends on a tensor's values\n"
+                        "  what to do: keep values in tensors (no .item(), int() or float()), and use masks and torch.where "
+                        "in place of boolean indexing or nonzero()"
                     )
 
 
