@@ -160,6 +160,16 @@ def test_traceback_shows_the_rest(argv):
         main(argv)
 
 
+def test_under_torchrun_each_process_runs_its_rank():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "zbfx.cli", "run", f"{FILE}:target"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--stages", "4", "--steps", "2"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 stages on 2 ranks" in done.stdout and done.stdout.count("step 2/2") == 1
+
+
 def test_a_reader_that_leaves_ends_it_quietly():
     command = f"{sys.executable} -m zbfx.cli dump {FILE}:target --stages 2 --what program | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -52,7 +52,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
     job: dict[str, Any] = {"steps": args.steps, "options": compile_options(args), "terminal": console.is_terminal}
     job |= _plan_job(Path(args.what), args) if Path(args.what).is_dir() else _target_job(args)
-    if place() is not None:
+    where = place()
+    if where is not None:
+        if where.size not in (1, job["ranks"]):
+            raise InputError(f"{args.what} runs on {job['ranks']} ranks, but torchrun started {where.size} processes")
         run_rank(None, job)
         return 0
     if str(job["options"].setdefault("device", "cpu")) != "cpu":
@@ -70,7 +73,8 @@ def _target_job(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--target goes with a plan folder, and {args.what!r} is none")
     if ":" not in args.what:
         raise InputError(f"{args.what!r} is neither a plan folder nor a target such as file.py:function")
-    ranks = args.ranks or args.stages or 4
+    where = place()
+    ranks = args.ranks or (where.size if where is not None else args.stages or 4)
     return {"target": args.what, "ranks": ranks, "options": {**compile_options(args), "ranks": ranks}}
 
 
