@@ -22,7 +22,9 @@ def mlp_pipe(stages: int = 2, **options: Any) -> tuple[Case, nn.Module, zbfx.Pip
     return case, model, zbfx.compile(model, stages, **options)
 
 
-def equals_eager(pipe: zbfx.Pipeline, model: nn.Module, loss: Any, args: Any = (), kwargs: Any = None, target: Any = None) -> None:
+def equals_eager(
+    pipe: zbfx.Pipeline, model: nn.Module, loss: Any, args: Any = (), kwargs: Any = None, target: Any = None
+) -> None:
     """A step's loss and gradients are those of eager autograd on the whole batch, up to the order of sums."""
     kwargs = kwargs or {}
     twin = copy.deepcopy(model)

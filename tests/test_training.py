@@ -226,5 +226,3 @@ def test_a_watched_step_reports_every_action_in_order() -> None:
         assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
         assert all(s.start <= s.end for s in spans)
     assert 0 < timeline.span <= timeline.makespan and 0 <= timeline.bubble_makespan < 1
-
-

@@ -100,11 +100,12 @@ def verify_stage(stage: Stage) -> None:
             _verify_fn(f"stage {stage.index} {kind}", fn)
     saved = stage.F.gives["s"]
     reader = stage.B or stage.W
-    wanted = len(reader.takes["s"]) if reader is not None else 0
+    wanted = len(reader.takes.get("s", ())) if reader is not None else 0
     if saved != wanted:
         raise VerifyError(f"stage {stage.index}: F saves {saved} values, {'B' if stage.B else 'W'} takes {wanted}")
-    if stage.B is not None and stage.W is not None and stage.B.gives["k"] != len(stage.W.takes["k"]):
-        raise VerifyError(f"stage {stage.index}: B keeps {stage.B.gives['k']} values, W takes {len(stage.W.takes['k'])}")
+    kept = len(stage.W.takes.get("k", ())) if stage.W is not None else 0
+    if stage.B is not None and stage.B.gives["k"] != kept:
+        raise VerifyError(f"stage {stage.index}: B keeps {stage.B.gives['k']} values, W takes {kept}")
 
 
 def _verify_fn(place: str, fn: Fn) -> None:

@@ -88,6 +88,7 @@ def _not_released(pipe: zbfx.Pipeline, model: torch.nn.Module, before: dict[str,
     """Parameters of other ranks whose memory is still there, and own ones that are not."""
     place = pipe.plan.schedule.placement
     own = {n for s in pipe.plan.stages for n in s.names if place[s.index] == rank}
+    own |= before.keys() - pipe.plan.owners if rank == 0 else set()  # what no stage uses
     held, now = dict(pipe.named_parameters()), dict(model.named_parameters())
     wrong = [f"{n} is held" for n in held if n not in own] + [f"{n} is missing" for n in own if held.get(n) is not before[n]]
     wrong += [f"{n} is not on the meta device" for n in now if n not in own and not now[n].is_meta]
@@ -135,5 +136,3 @@ def main(ranks: int) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.exit(main(int(sys.argv[1])))
-
-

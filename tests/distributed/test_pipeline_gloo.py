@@ -73,7 +73,7 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, cause: str, tmp_path:
     assert not multiprocessing.active_children()
 
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -99,7 +99,7 @@ for _ in range(3):
 assert list(pipe.parameters()), "a rank without parameters"
 torch.save([losses, pipe.state_dict()], f"{sys.argv[1]}/{dist.get_rank()}.pt")
 pipe.close()
-'''
+"""
 
 
 def test_a_users_script_under_torchrun(tmp_path: Path) -> None:
@@ -151,7 +151,11 @@ def test_a_failing_script_ends_all_of_torchruns_processes(tmp_path: Path) -> Non
     command.append(str(tmp_path / "fails.py"))
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [*command, str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}, capture_output=True, text=True, timeout=200
+        [*command, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode != 0 and "rank 1 failed at 1F2: ValueError: no such token: -1" in done.stderr
     assert float((tmp_path / "told 0").read_text().split("|")[0]) < 15

@@ -2,11 +2,13 @@
 
 A piece from cut i to cut j costs load(i, j) = work between them + crossing[i] + crossing[j]. With P the prefix sums of the
 work, load(i, j) <= t is P[j] + crossing[j] - t <= P[i] - crossing[i]: a bound on t is checked for all j at once with a
-running maximum, so the optimum takes O(cuts * pieces) per probe.
+running maximum, so the optimum takes O(cuts * pieces) per probe, and the cheapest of the optima O(cuts * log(cuts) * pieces).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -89,27 +91,52 @@ def _cheapest(
     """Among the cuts within `bound`, those with the smallest sum of crossing, by dynamic programming."""
     reach = [r.tolist() for r in _reachable(lefts, rights, bound, pieces, fences)]
     left, right = lefts.tolist(), rights.tolist()
-    size = len(left)
-    fence_before = [0] * size
-    last = 0
-    for j in range(size):
-        fence_before[j] = last
-        if j in fences:
-            last = j
+    size, starts_anew = len(left), {f + 1 for f in fences}
+    levels = sorted(set(left))
     cost = {0: 0.0}
     back: list[dict[int, int]] = []
     for k in range(1, pieces + 1):
         now: dict[int, float] = {}
         came: dict[int, int] = {}
-        starts = sorted(cost)
-        for j in (j for j in range(size) if reach[k][j]):
-            options = [i for i in starts if fence_before[j] <= i < j and right[j] - bound <= left[i]]
-            if options:
-                came[j] = min(options, key=lambda i: (cost[i], -i))
-                now[j] = cost[came[j]] + cross[j]
+        open_ = _Cheapest(levels)
+        for j in range(1, size):  # a piece ends at j and starts at i < j, no fence between them
+            if j in starts_anew:
+                open_ = _Cheapest(levels)
+            if j - 1 in cost:
+                open_.add(left[j - 1], cost[j - 1], j - 1)
+            found = open_.find(right[j] - bound) if reach[k][j] else None
+            if found is not None:
+                now[j], came[j] = found[0] + cross[j], -found[1]
         cost = now
         back.append(came)
     cuts = [size - 1]
     for came in reversed(back):
         cuts.append(came[cuts[-1]])
     return tuple(reversed(cuts[1:-1]))
+
+
+class _Cheapest:
+    """Places by level: the cheapest (the later of equals) among those at or above one, in O(log n): a Fenwick tree of minima."""
+
+    def __init__(self, levels: Sequence[float]) -> None:
+        self.levels = levels
+        self.best: list[tuple[float, int] | None] = [None] * (len(levels) + 1)
+
+    def add(self, level: float, cost: float, place: int) -> None:
+        """`level` is one of `levels`."""
+        at = len(self.levels) - bisect_left(self.levels, level)  # 1 for the highest
+        while at < len(self.best):
+            now = self.best[at]
+            self.best[at] = (cost, -place) if now is None else min(now, (cost, -place))
+            at += at & -at
+
+    def find(self, level: float) -> tuple[float, int] | None:
+        """(cost, -place)."""
+        at = len(self.levels) - bisect_left(self.levels, level)
+        found: tuple[float, int] | None = None
+        while at:
+            here = self.best[at]
+            if here is not None and (found is None or here < found):
+                found = here
+            at -= at & -at
+        return found
