@@ -43,21 +43,34 @@ class Outcome:
     span: float
     makespan: float
     words: tuple[Full, ...] = ()
+    letters: int = 0  # Fs and Bs decoded: fewer than all where it stopped early
 
     def cost(self, objective: str) -> tuple[float, float]:
         """The objective first, the other of the two to break ties."""
         return (self.span, self.makespan) if objective == "span" else (self.makespan, self.span)
 
 
-STUCK = Outcome(INF, INF)
+@dataclass(frozen=True, slots=True)
+class Cutoff:
+    """A decoder gives up once a rank has idled so long that the objective must exceed `seconds`."""
+
+    seconds: float = INF
+    from_zero: bool = False  # the objective is the makespan: waiting for the first action counts too
+
+    def slack(self, problem: Problem) -> list[float]:
+        """Seconds that each rank may idle."""
+        return [self.seconds * (1 + 1e-12) + _EPS - work for work in problem.work]
 
 
-def follow(problem: Problem, order: Sequence[Word], rules: Rules, *, keep: bool = False) -> Outcome:
+NO_CUTOFF = Cutoff()
+
+
+def follow(problem: Problem, order: Sequence[Word], rules: Rules, *, keep: bool = False, cutoff: Cutoff = NO_CUTOFF) -> Outcome:
     """Runs each rank's word in order. An F that does not fit waits for Ws; without any, what comes later and fits is pulled forward.
 
     Ranks are run one after the other as far as their inputs are known, so no event queue is needed: a gap's length is known exactly.
     """
-    run = _Following(problem, order, rules, keep)
+    run = _Following(problem, order, rules, keep, cutoff)
     ready = list(range(problem.num_ranks - 1, -1, -1))
     queued = [True] * problem.num_ranks
     while ready:
@@ -65,7 +78,7 @@ def follow(problem: Problem, order: Sequence[Word], rules: Rules, *, keep: bool 
         queued[rank] = False
         woken = run.advance(rank)
         if woken is None:
-            return STUCK
+            return Outcome(INF, INF, (), sum(run.count))
         for other in woken:
             if not queued[other]:
                 queued[other] = True
@@ -76,7 +89,7 @@ def follow(problem: Problem, order: Sequence[Word], rules: Rules, *, keep: bool 
 class _Following:
     """The state of `follow`: arrival times, clocks, bytes held and Ws that wait, per rank."""
 
-    def __init__(self, problem: Problem, order: Sequence[Word], rules: Rules, keep: bool) -> None:
+    def __init__(self, problem: Problem, order: Sequence[Word], rules: Rules, keep: bool, cutoff: Cutoff) -> None:
         m, nodes = problem.microbatches, len(problem.rank)
         self.problem, self.rules = problem, rules
         self.words = [list(word) for word in order]
@@ -93,9 +106,10 @@ class _Following:
         self.b_done = [0] * ranks
         self.out: list[Full] = [[] for _ in range(ranks)]
         self.keep = keep
+        self.slack, self.from_zero = cutoff.slack(problem), cutoff.from_zero
 
     def advance(self, r: int) -> list[int] | None:
-        """Runs rank r until an input is not known yet; returns the ranks whose next input it made, None where nothing fits."""
+        """Runs rank r until an input is not known yet; returns the ranks whose next input it made, None where nothing fits or it idled too long."""
         problem, rules = self.problem, self.rules
         arrival, count, seconds, memory = self.arrival, self.count, problem.seconds, problem.memory
         stages, parts, reserve = problem.num_stages, problem.parts, problem.reserve
@@ -145,6 +159,10 @@ class _Following:
                     word.insert(i, x)
                     v = x
                 else:
+                    if self.first[r] >= 0 or self.from_zero:
+                        self.slack[r] -= ready - t
+                        if self.slack[r] < 0:
+                            return None
                     t = ready
             if self.first[r] < 0:
                 self.first[r] = t
@@ -178,7 +196,7 @@ class _Following:
         span = makespan = 0.0
         for r, word in enumerate(self.words):
             if self.at[r] < len(word):
-                return STUCK
+                return Outcome(INF, INF, (), sum(self.count))
             t = self.clock[r]
             for s in self.pending[r][self.done_w[r] :]:
                 t += problem.w_seconds[s]
@@ -186,7 +204,7 @@ class _Following:
                     self.out[r].append((s, 2))
             makespan = max(makespan, t)
             span = max(span, t - self.first[r])
-        return Outcome(span, makespan, tuple(self.out) if self.keep else ())
+        return Outcome(span, makespan, tuple(self.out) if self.keep else (), sum(self.count))
 
     def _fits(self, r: int, v: int, free: float) -> bool:
         return fits(self.problem, self.forwards[r], self.count, v, free, self.rules.guard)
@@ -240,13 +258,15 @@ def fits(problem: Problem, forwards: Sequence[int], count: Sequence[int], v: int
     return free >= problem.reserve[last_done]
 
 
-def dispatch(problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *, keep: bool = False) -> Outcome:
+def dispatch(
+    problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *, keep: bool = False, cutoff: Cutoff = NO_CUTOFF
+) -> Outcome:
     """Decides in order of time: a free rank runs the ready F or B with the smallest key, or a W, or waits, by the rules.
 
     keys[v][mb] are priorities, one more entry per node at the end (any). With the guard built in it always comes to an end.
     """
     m, nodes, ranks = problem.microbatches, len(problem.rank), problem.num_ranks
-    stages, seconds, memory, parts = problem.num_stages, problem.seconds, problem.memory, problem.parts
+    stages, seconds, memory, parts, reserve = problem.num_stages, problem.seconds, problem.memory, problem.parts, problem.reserve
     w_seconds, w_memory, hop, home = problem.w_seconds, problem.w_memory, problem.hop, problem.rank
     arrival: list[list[float]] = [[0.0] * m + [INF]] + [[INF] * (m + 1) for _ in range(nodes)]
     count, held, busy = [0] * nodes, [0.0] * ranks, [0.0] * ranks
@@ -259,28 +279,36 @@ def dispatch(problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *,
     todo = nodes * m
     out: list[Full] = [[] for _ in range(ranks)]
     heap = [(0.0, r) for r in range(ranks)]
+    slack = cutoff.slack(problem)
     while heap:
         t, r = heappop(heap)
         if busy[r] > t:
             continue
-        free = problem.room[r] + _EPS - held[r]
-        best, best_key, soon, urgent, urgent_at, blocked = -1, INF, INF, INF, INF, INF
+        free, now = problem.room[r] + _EPS - held[r], t + _EPS
+        best, soon_node, best_key, soon, urgent, urgent_at, blocked = -1, -1, INF, INF, INF, INF, INF
         for v in own_nodes[r]:
             j = count[v]
             ready = arrival[v][j]
-            if ready <= t + _EPS:
+            if ready <= now:
                 key = keys[v][j]
-                if v < stages and free < memory[v] + problem.reserve[v] and not fits(problem, forwards[r], count, v, free, True):
-                    blocked = min(blocked, key)
+                if v < stages and free < memory[v] + reserve[v] and not fits(problem, forwards[r], count, v, free, True):
+                    if key < blocked:
+                        blocked = key
                 elif key < best_key:
                     best, best_key = v, key
             elif ready < INF:
-                soon = min(soon, ready)
+                if ready < soon:
+                    soon, soon_node = ready, v
                 if keys[v][j] < urgent:
                     urgent, urgent_at = keys[v][j], ready
         w = done_w[r]
         has_w = w < len(pending[r])
-        fill = (rules.fill if f_left[r] else rules.fill_end) * w_seconds[pending[r][w]] - _EPS if has_w else INF
+        if has_w:
+            # The last node feeds nobody: once no F is left, a W in front of it can only help.
+            share = rules.fill if f_left[r] else (rules.fill_end if soon_node < nodes - 1 else 0.0)
+            fill = share * w_seconds[pending[r][w]] - _EPS
+        else:
+            fill = INF
         wants_w = has_w and (blocked < INF or soon - t >= fill)
         if best >= 0:
             if has_w and blocked < best_key - rules.w_first:
@@ -292,6 +320,12 @@ def dispatch(problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *,
             end = t + seconds[v]
             if first[r] < 0:
                 first[r] = t
+                idle = t if cutoff.from_zero else 0.0
+            else:
+                idle = t - last[r]
+            slack[r] -= idle
+            if slack[r] < 0:
+                return Outcome(INF, INF, (), sum(count))
             held[r] += memory[v]
             count[v] = j + 1
             todo -= 1
@@ -308,6 +342,7 @@ def dispatch(problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *,
                     heappush(heap, (ready, other))
         elif wants_w:
             s = pending[r][w]
+            slack[r] -= t - last[r]
             done_w[r] = w + 1
             held[r] -= w_memory[s]
             end = t + w_seconds[s]
@@ -320,11 +355,11 @@ def dispatch(problem: Problem, keys: Sequence[Sequence[float]], rules: Rules, *,
         busy[r] = last[r] = end
         heappush(heap, (end, r))
     if todo:
-        return STUCK
+        return Outcome(INF, INF, (), sum(count))
     for r in range(ranks):
         for s in pending[r][done_w[r] :]:
             last[r] += w_seconds[s]
             if keep:
                 out[r].append((s, 2))
     span = max(b - a for a, b in zip(first, last, strict=True))
-    return Outcome(span, max(last), tuple(out) if keep else ())
+    return Outcome(span, max(last), tuple(out) if keep else (), sum(count))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from zbfx.passes.order_chunks import zb_v
-from zbfx.passes.order_decode import STUCK, Outcome, Rules, dispatch, follow
+from zbfx.passes.order_decode import NO_CUTOFF, Cutoff, Outcome, Rules, dispatch, follow
 from zbfx.passes.order_problem import INF, Problem, Word
 
 
@@ -27,23 +27,28 @@ class Candidate:
     rules: Rules
 
 
-def decode(problem: Problem, candidate: Candidate, *, keep: bool = False) -> Outcome:
+def decode(problem: Problem, candidate: Candidate, *, keep: bool = False, cutoff: Cutoff = NO_CUTOFF) -> Outcome:
     """What the candidate gives on the problem; its numbers hold for any number of microbatches."""
     x, rules = candidate.x, candidate.rules
     if candidate.family == "pattern":
-        return follow(problem, sort_words(problem, plan_keys(problem, x)), rules, keep=keep)
+        return follow(problem, sort_words(problem, plan_keys(problem, x)), rules, keep=keep, cutoff=cutoff)
     if candidate.family == "priority":
-        return dispatch(problem, plan_keys(problem, x), rules, keep=keep)
+        return dispatch(problem, plan_keys(problem, x), rules, keep=keep, cutoff=cutoff)
     words = _WORDS[candidate.family](problem, x)
-    return STUCK if words is None else follow(problem, words, rules, keep=keep)
+    return Outcome(INF, INF) if words is None else follow(problem, words, rules, keep=keep, cutoff=cutoff)
 
 
-def effort(problem: Problem, candidate: Candidate) -> float:
-    """Work of one decoding, about in microseconds: what the search counts its budget in, so that it ends at the same point always."""
-    letters = len(problem.rank) * problem.microbatches
+def effort(problem: Problem, candidate: Candidate, letters: int) -> float:
+    """Work of one decoding, about in microseconds: what the search counts its budget in, so that it ends at the same point always.
+
+    letters: how many were decoded; the rest was planned only.
+    """
+    planned = len(problem.rank) * problem.microbatches
     chunks = len(problem.rank) / problem.num_ranks
-    per_letter = {"pattern": 2.2, "priority": 3.4 + 0.35 * chunks, "model": 5.0 + 0.35 * chunks}.get(candidate.family, 1.8)
-    return letters * per_letter
+    plan, step = {"pattern": (0.9, 1.5), "priority": (0.6, 2.7 + 0.3 * chunks), "model": (3.8 + 0.3 * chunks, 1.5)}.get(
+        candidate.family, (0.3, 1.5)
+    )
+    return planned * plan + letters * step
 
 
 # ---------------------------------------------------------------- the periodic plan
@@ -217,7 +222,7 @@ def _model_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
     shift = [-depth * v + (head_start * problem.num_ranks if v >= stages else 0.0) for v in range(nodes)]
     keys = [[s + period * mb for mb in range(m)] + [INF] for s in shift]
     found = dispatch(model, keys, Rules(fill=fill, fill_end=1.0), keep=True)
-    if found is STUCK:
+    if found.span == INF:
         return None
     return [[s if kind == 0 else 2 * stages - 1 - s for s, kind in word if kind < 2] for word in found.words]
 

@@ -15,10 +15,12 @@ from time import perf_counter
 
 from zbfx.errors import InputError
 from zbfx.ir import CostModel, Schedule, Solution
+from zbfx.passes.order_blocks import merge_blocks, split_blocks
 from zbfx.passes.order_bounds import Bounds, lower_bounds
-from zbfx.passes.order_decode import Outcome, Rules, dispatch
+from zbfx.passes.order_decode import Cutoff, Outcome, Rules, dispatch
 from zbfx.passes.order_patterns import (
     Candidate,
+    count_legs,
     decode,
     effort,
     fixed_candidates,
@@ -30,7 +32,7 @@ from zbfx.passes.order_patterns import (
     sample_plan,
     sample_rules,
 )
-from zbfx.passes.order_problem import INF, Problem, build_problem, to_schedule
+from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
 from zbfx.passes.simulate import refuse_over_budget, simulate
 from zbfx.verify import verify_schedule
 
@@ -59,11 +61,13 @@ def order_auto(
     if objective not in OBJECTIVES:
         raise InputError(f"{objective=} must be one of {', '.join(OBJECTIVES)}")
     begin = perf_counter()
-    problem = build_problem(placement, microbatches, costs, parts=w_parts)
+    check_placement(placement, microbatches, costs, w_parts)
+    merged, merged_costs, size = merge_blocks(placement, costs)
+    problem = build_problem(merged, microbatches, merged_costs, parts=w_parts)
     bounds = lower_bounds(problem)
     search = _Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem) if seconds is None else seconds))
     family, outcome = search.run()
-    schedule = verify_schedule(to_schedule(problem, outcome.words, "auto"))
+    schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
     refuse_over_budget(schedule, costs)
     return solution_of(schedule, costs, bounds, objective, w_parts, perf_counter() - begin, f"{family}: {search.story()}")
 
@@ -81,16 +85,17 @@ def default_seconds(problem: Problem) -> float:
 
 
 class _Search:
-    """State of one search: the short and the full problem, the budget left, the population (best first)."""
+    """State of one search: the short and the full problem, the budget left, the population (best first), the best in full."""
 
     def __init__(self, problem: Problem, objective: str, bounds: Bounds, seed: int, budget: float) -> None:
         self.full, self.objective, self.rng, self.budget = problem, objective, Random(seed), budget
-        short = min(problem.microbatches, max(4, -(-9 * problem.num_ranks // 4)))
-        self.short = replace(problem, microbatches=short)
+        short = 3 * problem.num_ranks if problem.num_ranks <= 8 else -(-9 * problem.num_ranks // 4)
+        self.short = replace(problem, microbatches=min(problem.microbatches, max(4, short)))
         self.bound = lower_bounds(self.short).of(objective)
         self.full_bound = bounds.of(objective)
         self.spent, self.tried = 0.0, 0
         self.population: list[Scored] = []
+        self.best: tuple[tuple[float, float], Candidate] | None = None
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
@@ -98,8 +103,11 @@ class _Search:
             self.try_one(candidate)
         while self.spent < 0.35 * self.budget and not self.reached():
             self.try_one(self.sample())
-        while self.spent < 0.9 * self.budget and not self.reached():
+        while self.spent < 0.92 * self.budget and not self.reached():
             self.try_one(self.vary())
+        for _, candidate in self.population[:_FINALISTS]:
+            if not self.reached():
+                self.try_in_full(candidate)
         return self.finish()
 
     def story(self) -> str:
@@ -107,19 +115,35 @@ class _Search:
         return f"{self.tried} orders tried at {self.short.microbatches} microbatches"
 
     def reached(self) -> bool:
-        """Whether the best candidate meets the bound of the short problem."""
-        return bool(self.population) and self.population[0][0][0] <= self.bound * (1 + _CLOSE)
+        """Whether the best schedule in full meets its bound."""
+        return self.best is not None and self.best[0][0] <= self.full_bound * (1 + _CLOSE)
 
     def try_one(self, candidate: Candidate) -> None:
-        """Decodes and keeps the candidate if it is among the best; two with the same figures count as one."""
-        self.spent += effort(self.short, candidate)
+        """Decodes and keeps the candidate if it is among the best. One at the short problem's bound is tried in full at once."""
+        full = len(self.population) == _POPULATION
+        cutoff = Cutoff(self.population[-1][0][0] if full else INF, self.objective == "makespan")
+        outcome = decode(self.short, candidate, cutoff=cutoff)
+        self.spent += effort(self.short, candidate, outcome.letters)
         self.tried += 1
-        cost = decode(self.short, candidate).cost(self.objective)
-        if cost[0] == INF or any(cost == known for known, _ in self.population):
+        cost = outcome.cost(self.objective)
+        if cost[0] == INF:
+            return
+        if cost[0] <= self.bound * (1 + _CLOSE):
+            self.try_in_full(candidate)
+        if any(cost == known for known, _ in self.population):
             return
         self.population.append((cost, candidate))
         self.population.sort(key=lambda scored: scored[0])
         del self.population[_POPULATION:]
+
+    def try_in_full(self, candidate: Candidate) -> None:
+        """Decodes on the full problem, and keeps the best."""
+        cutoff = Cutoff(INF if self.best is None else self.best[0][0], self.objective == "makespan")
+        outcome = decode(self.full, candidate, cutoff=cutoff)
+        self.spent += effort(self.full, candidate, outcome.letters)
+        cost = outcome.cost(self.objective)
+        if cost[0] < INF and (self.best is None or cost < self.best[0]):
+            self.best = (cost, candidate)
 
     def sample(self) -> Candidate:
         """A candidate drawn at random."""
@@ -146,17 +170,9 @@ class _Search:
         return replace(rules, lead=rules.lead * period, w_first=rules.w_first * period)
 
     def finish(self) -> tuple[str, Outcome]:
-        """The best of the population on the full problem; a plain dispatch, which always fits, where there is none."""
-        best: tuple[tuple[float, float], str, Outcome] | None = None
-        for _, candidate in self.population[:_FINALISTS]:
-            outcome = decode(self.full, candidate, keep=True)
-            cost = outcome.cost(self.objective)
-            if cost[0] < INF and (best is None or cost < best[0]):
-                best = (cost, candidate.family, outcome)
-            if best is not None and best[0][0] <= self.full_bound * (1 + _CLOSE):
-                break
-        if best is None:
-            legs = max(2, round(len(self.full.rank) / self.full.num_ranks))
-            keys = plan_keys(self.full, (1.0,) + (1.0,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5))
-            return "priority", dispatch(self.full, keys, Rules(fill=0.5), keep=True)
-        return best[1], best[2]
+        """The best schedule with its words; a plain dispatch, which always fits, where there is none."""
+        if self.best is not None:
+            return self.best[1].family, decode(self.full, self.best[1], keep=True)
+        legs = count_legs(self.full)
+        keys = plan_keys(self.full, (1.0,) + (1.0,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5))
+        return "priority", dispatch(self.full, keys, Rules(fill=0.5), keep=True)
