@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from zbfx.errors import InputError, ScheduleError
-from zbfx.ir import Action, Cost, CostModel, Kind, Schedule
+from zbfx.ir import Action, Cost, CostModel, Kind, Schedule, Solution
 
 FORMAT = "zbfx-schedule/1"
 KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
@@ -131,6 +131,21 @@ def costs_to_dict(costs: CostModel) -> dict[str, Any]:
     if any(any(column) for column in temporary.values()):
         fields["temporary_bytes"] = temporary
     return fields
+
+
+def solution_to_json(solution: Solution) -> str:
+    """A search's answer as JSON: the schedule with its costs, limits, predictions and lower bounds."""
+    timeline = solution.timeline
+    predicted = {name: getattr(timeline, name) for name in ("span", "makespan", "bubble_span", "bubble_makespan")}
+    return schedule_to_json(
+        solution.schedule,
+        solution.costs,
+        objective=solution.objective,
+        seconds=solution.seconds,
+        predicted=predicted | {"peak": list(timeline.peak)},
+        lower_bound={"span": solution.bound_span, "makespan": solution.bound_makespan},
+        why=solution.why,
+    )
 
 
 def num_parts(schedule: Schedule) -> int:
