@@ -27,26 +27,28 @@ from zbfx.ir import (
     Value,
     outputs_of,
 )
+from zbfx.ordering import order, order_forward, place_stages
 from zbfx.passes.allocate import allocate, message_values, refuse_over_limit
 from zbfx.passes.communicate import communicate
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
-from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
+from zbfx.passes.reuse import Signature, renamed, signature
 from zbfx.passes.simulate import simulate
 from zbfx.passes.split_backward import split_backward
+from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
 from zbfx.text import format_bytes
 from zbfx.trace.capture import Loss, capture
 from zbfx.trace.differentiate import differentiate
 from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds
-from zbfx.verify import verify_schedule
 from zbfx.verify_program import verify_programs, verify_stage
 
 # Between processes of one machine, and between GPUs of one server: seconds per message, bytes per second.
 LINKS = {"cpu": Link(latency=5e-5, bandwidth=2e9), "cuda": Link(latency=1e-5, bandwidth=1e11)}
 History = list[tuple[str, Any]]
 _CPU = torch.device("cpu")
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Options:
     reduction: str = "mean"
     device: torch.device = _CPU
     seed: int | None = None
+    placement: str | tuple[int, ...] | None = None
 
 
 def build_plan(
@@ -94,6 +97,9 @@ def build_plan(
     shapes = {
         i: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)
     }
+    if like is not None:  # the parameters stay where they are, and the order with them
+        kept = like.schedule if like.microbatches == options.microbatches and not forward_only else options.schedule
+        options = replace(options, placement=like.schedule.placement, schedule=kept)
     return finish_plan(stages, captured, options, history, shapes, forward_only=forward_only)
 
 
@@ -109,23 +115,13 @@ def finish_plan(
     """From split stages to programs: cost, order, simulate, communicate, allocate, generate."""
     history = list(history)
     profiles: dict[int, Profile] = {}
-    placement = (
-        options.schedule.placement if isinstance(options.schedule, Schedule) else block_placement(len(stages), options.ranks)
-    )
+    placement = place_stages(options.placement, options.schedule, len(stages), options.ranks)
     static = _static_bytes(stages, captured, placement, options.ranks)
     costs = estimate_costs(stages, options, static, profiles)
     history.append(("estimate", costs))
-    schedule = _order(stages, options, placement, costs, forward_only)
-    history.append(("order", schedule))
-    timeline = simulate(schedule, costs)
-    history.append(("simulate", timeline))
-    instrs = communicate(schedule, stages, timeline)
-    history.append(("communicate", instrs))
-    programs = tuple(allocate(r, i, stages, profiles) for r, i in enumerate(instrs))
-    verify_programs(programs)
-    refuse_over_limit(programs, costs.limit)
-    history.append(("allocate", programs))
-    programs = tuple(_with_source(p, stages, schedule, timeline, options, costs) for p in programs)
+    schedule, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only)
+    running = with_whole_backwards(stages, schedule)
+    programs = tuple(_with_source(p, running, schedule, timeline, options, costs) for p in programs)
     history.append(("codegen", programs))
     return Plan(
         tuple(stages),
@@ -146,6 +142,39 @@ def finish_plan(
         captured.template,
         tuple(history),
     )
+
+
+def _scheduled(
+    stages: Sequence[Stage],
+    options: Options,
+    placement: Sequence[int],
+    costs: CostModel,
+    profiles: dict[int, Profile],
+    history: History,
+    forward_only: bool,
+) -> tuple[Schedule, Timeline, tuple[Program, ...]]:
+    """Order, simulate, communicate and allocate. The search counts bytes at the ends of actions; where receive buffers and
+    temporaries carry a rank over its limit all the same, it searches again for that much less.
+    """
+    tight = costs
+    for attempt in range(_ATTEMPTS):
+        if forward_only:
+            schedule = order_forward(placement, options.microbatches, options.ranks)
+        else:
+            schedule = order(options.schedule, placement, options.microbatches, tight)
+        timeline = simulate(schedule, costs)
+        running = with_whole_backwards(stages, schedule)
+        instrs = communicate(schedule, running, timeline)
+        programs = tuple(allocate(r, i, running, profiles) for r, i in enumerate(instrs))
+        verify_programs(programs)
+        over = [0 if limit is None else max(0, p.peak - limit) for p, limit in zip(programs, costs.limit, strict=True)]
+        if options.schedule != "auto" or not any(over) or attempt + 1 == _ATTEMPTS:
+            break
+        limit = tuple(None if b is None else b - o for b, o in zip(tight.limit, over, strict=True))
+        tight = replace(tight, limit=limit)
+    refuse_over_limit(programs, costs.limit)
+    history += [("order", schedule), ("simulate", timeline), ("communicate", instrs), ("allocate", programs)]
+    return schedule, timeline, programs
 
 
 def reorder(plan: Plan, options: Options) -> Plan:
@@ -193,20 +222,28 @@ def _split(captured: Captured, forwards: Sequence[Forward], forward_only: bool) 
     results = outputs_of(forwards[-1].graph)
     tangents: list[Any] = [None] * len(results) if forward_only else [results[0].meta["val"]]
     stages: list[Stage] = []
+    known: dict[Signature, tuple[Stage, Joint]] = {}
     for forward in reversed(forwards):
-        joint = recompute_regions(differentiate(forward, tangents))
-        stage = split_backward(joint, captured)
+        key = signature(forward, tangents)
+        if key in known:
+            stage = renamed(*known[key], forward, captured)
+        else:
+            joint = recompute_regions(differentiate(forward, tangents))
+            stage = split_backward(joint, captured)
+            if stage.B is not None and stage.W is not None:
+                stage = replace(stage, whole=whole_backward(joint))
+            known[key] = stage, joint
         verify_stage(stage)
         stages.append(stage)
-        tangents = _gradients_sent(forward, joint, stage)
+        tangents = _gradients_sent(forward, stage)
     return tuple(reversed(stages))
 
 
-def _gradients_sent(forward: Forward, joint: Joint, stage: Stage) -> list[Any]:
+def _gradients_sent(forward: Forward, stage: Stage) -> list[Any]:
     """For each of a stage's inputs, the fake gradient that it sends back, or None."""
     sent: list[Any] = [None] * len(forward.inputs)
     if stage.B is not None:
-        for i, position in enumerate(joint.gx):
+        for i, position in enumerate(stage.gx):
             sent[position] = stage.B.outputs[i].meta["val"]
     return sent
 
@@ -277,27 +314,6 @@ def _static_bytes(stages: Sequence[Stage], captured: Captured, placement: Sequen
     return tuple(totals)
 
 
-def _order(stages: Sequence[Stage], options: Options, placement: Sequence[int], costs: CostModel, forward_only: bool) -> Schedule:
-    if forward_only:
-        by_rank = [[k for k, r in enumerate(placement) if r == rank] for rank in range(options.ranks)]
-        ranks = tuple(tuple(Action(k, "F", mb) for mb in range(options.microbatches) for k in own) for own in by_rank)
-        return Schedule(tuple(placement), ranks, "forward")
-    if isinstance(options.schedule, Schedule):
-        schedule = options.schedule
-        if schedule.num_stages != len(stages) or len(schedule.ranks) != options.ranks:
-            raise InputError(
-                f"the schedule is for {schedule.num_stages} stages on {len(schedule.ranks)} ranks, "
-                f"compile was asked for {len(stages)} stages on {options.ranks}"
-            )
-        if schedule.microbatches != options.microbatches:
-            raise InputError(
-                f"the schedule runs {schedule.microbatches} microbatches, compile was asked for {options.microbatches}"
-            )
-    else:
-        schedule = order_fixed(options.schedule, placement, options.microbatches, costs=costs)
-    return verify_schedule(schedule)
-
-
 def _with_source(
     program: Program, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline, options: Options, costs: CostModel
 ) -> Program:
@@ -314,7 +330,7 @@ def _with_source(
         f"{options.microbatches} microbatches; predicted bubble {timeline.bubble_makespan:.1%}, "
         f"peak {format_bytes(program.peak)}{budget}."
     )
-    fns = [fn for k in own for fn in (stages[k].F, stages[k].B, stages[k].W) if fn is not None]
+    fns = [fn for k in own for fn in (stages[k].F, stages[k].B, stages[k].W, stages[k].BW) if fn is not None]
     uses = {id(fn): last_uses(fn.graph) for fn in fns}
     text = program_text(program, stages, title=title, device=options.device, last_uses=uses, layouts=layouts)
     return replace(program, source=text)

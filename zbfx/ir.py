@@ -128,7 +128,9 @@ class Solution:
     @property
     def gap(self) -> float:
         """How far the objective can lie above the optimum at most, as a share of itself."""
-        found, bound = (getattr(source, name) for source, name in ((self.timeline, self.objective), (self, f"bound_{self.objective}")))
+        found, bound = (
+            getattr(source, name) for source, name in ((self.timeline, self.objective), (self, f"bound_{self.objective}"))
+        )
         return max(0.0, (found - bound) / found) if found > 0 else 0.0
 
 
@@ -360,3 +362,5 @@ class Stage:
     tangents: tuple[int, ...]
     gx: tuple[int, ...]
     gparams: tuple[int, ...]
+    whole: tuple[Fn, Fn] | None = None  # F and BW (p, c, s, gy -> gx, gp), for schedules that do not split this backward
+    BW: Fn | None = None  # in a stage that runs whole backwards: stands for B and W

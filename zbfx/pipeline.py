@@ -17,6 +17,7 @@ from zbfx.engine import Engine, Observed
 from zbfx.errors import InputError
 from zbfx.holdings import Holdings, Init
 from zbfx.ir import Schedule
+from zbfx.ordering import chunks_of
 from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
@@ -37,6 +38,7 @@ def compile(
     ranks: int | None = None,
     schedule: str | Schedule = "zb-h1",
     memory: str | int | None = None,
+    placement: str | Sequence[int] | None = None,
     cuts: Sequence[str] = (),
     reduction: str = "mean",
     shared: Sequence[str] = (),
@@ -50,11 +52,13 @@ def compile(
     (a missing target is taken from the model's output where loss allows), without at the first step.
     loss: fn(output, target) -> scalar; absent when the model returns its own loss. microbatches: slices of a batch per step,
     2 * num_stages by default. ranks: workers, the size of the process group or num_stages by default. schedule: "gpipe",
-    "1f1b", "zb-h1", or a Schedule. memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and
-    activations. cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their
-    number; "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a
-    process group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor)
-    that fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial seed by default): masks
+    "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v" and more by name, "auto" (searched within `memory`), or a Schedule.
+    placement: the rank of each stage, by name ("blocks", "interleaved", "v", "zigzag") or as a list; by default what the
+    schedule is made for. memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and activations.
+    cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their number;
+    "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a process
+    group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor) that
+    fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial seed by default): masks
     depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule.
 
     Raises InputError, TraceError, PartitionError, ScheduleError, MemoryBudgetError.
@@ -66,7 +70,9 @@ def compile(
     microbatches = 2 * num_stages if microbatches is None else microbatches
     if not isinstance(microbatches, int) or microbatches < 1:
         raise InputError(f"{microbatches=}: a step needs at least 1 microbatch")
-    ranks = ranks or (len(schedule.ranks) if isinstance(schedule, Schedule) else size or num_stages)
+    ranks = ranks or (
+        len(schedule.ranks) if isinstance(schedule, Schedule) else size or max(1, num_stages // chunks_of(schedule))
+    )
     if size is not None and ranks != size:
         raise InputError(f"{ranks=}, but the process group has {size} processes: leave ranks out, or start {ranks} processes")
     if reduction not in _REDUCTIONS:
@@ -81,6 +87,7 @@ def compile(
         reduction,
         _device(model, device, where is not None and where.size > 1),
         seed,
+        placement if placement is None or isinstance(placement, str) else tuple(placement),
     )
     pipe = Pipeline(model, options, loss=loss, shared=tuple(shared), init=init)
     if example_inputs is not None or example_kwargs is not None:

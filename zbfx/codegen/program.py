@@ -55,7 +55,7 @@ def program_text(
 def _stage_class(stage: Stage, ops: dict[str, str], last_uses: Mapping[int, Mapping[fx.Node, fx.Node]]) -> list[str]:
     users = [*stage.names, *stage.buffers]
     lines = ["", "", f"class stage_{stage.index}:"]
-    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W)):
+    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W), ("BW", stage.BW)):
         if fn is not None:
             body = function_text(kind, fn, last_uses[id(fn)], ops, users)
             lines += ["    @staticmethod", *[f"    {line}" for line in body], ""]
@@ -81,14 +81,24 @@ def _step(program: Program, layouts: Layouts) -> list[str]:
             lines.append(f'    rank.post("{instr.action}")')
             continue
         if instr.verb == "recv" or (instr.verb == "compute" and not _received(program.instrs, index)):
-            lines.append(f'    rank.begin("{instr.action}")')
+            lines.append(f'    rank.begin("{_begun(program.instrs, index)}")')
         lines.append("    " + _line(instr, layouts))
     return lines if len(lines) > 1 else [*lines, "    pass"]
 
 
 def _received(instrs: Sequence[Instr], index: int) -> bool:
     before = instrs[index - 1] if index else None
-    return before is not None and before.verb == "recv" and before.action == instrs[index].action
+    return before is not None and before.verb == "recv" and _begun(instrs, index - 1) == instrs[index].action
+
+
+def _begun(instrs: Sequence[Instr], index: int) -> Action:
+    """The action that an instruction belongs to: what a whole backward receives is named after B."""
+    a = instrs[index].action
+    if instrs[index].verb == "recv" and index + 1 < len(instrs):
+        after = instrs[index + 1]
+        if after.verb == "compute" and after.action == Action(a.stage, "BW", a.mb):
+            return after.action
+    return a
 
 
 def _line(instr: Instr, layouts: Layouts) -> str:
@@ -107,6 +117,8 @@ def _line(instr: Instr, layouts: Layouts) -> str:
     call = f"stage_{a.stage}.{a.kind}({', '.join([f'rank.params({a.stage})', f'rank.inputs({a.stage}, {a.mb})', *instr.reads])})"
     if a.kind == "W":
         return f"rank.accumulate({a.stage}, {call}){delete}"
+    if a.kind == "BW":
+        return f"{instr.writes[0]}, gp = {call}{delete}; rank.accumulate({a.stage}, gp); del gp"
     return f"{_targets(instr)} = {call}{delete}"
 
 

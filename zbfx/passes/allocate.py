@@ -45,7 +45,8 @@ def message_values(consumer: Action, stages: Sequence[Stage]) -> tuple[Value, ..
     """What travels to an action: the stage before's outputs, or the stage after's input gradients."""
     if consumer.kind == "F":
         return stages[consumer.stage - 1].F.group("y")
-    after = stages[consumer.stage + 1].B
+    following = stages[consumer.stage + 1]
+    after = following.B or following.BW
     return after.group("gx") if after is not None else ()
 
 
@@ -62,8 +63,8 @@ def refuse_over_limit(programs: Sequence[Program], limits: Sequence[int | None])
 
 
 def function(stage: Stage, kind: str) -> Fn:
-    """The stage's F, B or W, which an instruction calls."""
-    fn = {"F": stage.F, "B": stage.B, "W": stage.W}[kind]
+    """The stage's F, B, W or BW, which an instruction calls."""
+    fn = {"F": stage.F, "B": stage.B, "W": stage.W, "BW": stage.BW}[kind]
     if fn is None:
         raise VerifyError(f"{stage.index}{kind} is empty and cannot be called")
     return fn

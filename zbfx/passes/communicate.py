@@ -26,8 +26,8 @@ class Message:
 
 def communicate(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> tuple[tuple[Instr, ...], ...]:
     """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish."""
-    orders = [[part for a in rank for part in _parts(a)] for rank in schedule.ranks]
-    number = _numbers(schedule, timeline)
+    orders = [[part for a in rank for part in _parts(a, stages)] for rank in schedule.ranks]
+    number = _numbers(schedule, stages, timeline)
     messages = _messages(schedule, stages, orders)
     posts = _place_posts(orders, messages, number)
     into = {m.consumer: m for m in messages}
@@ -35,13 +35,13 @@ def communicate(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline)
     return tuple(_instructions(r, order, posts, into, out, stages, schedule) for r, order in enumerate(orders))
 
 
-def _parts(action: Action) -> tuple[Action, ...]:
-    if action.kind == "BW":
+def _parts(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    if action.kind == "BW" and stages[action.stage].BW is None:
         return Action(action.stage, "B", action.mb), Action(action.stage, "W", action.mb)
     return (action,)
 
 
-def _numbers(schedule: Schedule, timeline: Timeline) -> dict[Action, int]:
+def _numbers(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> dict[Action, int]:
     """Every action's place in one order: by simulated start, ties by a dependency-respecting walk."""
     waiting = [list(rank) for rank in timeline.spans]
     heads = [0] * len(waiting)
@@ -53,14 +53,19 @@ def _numbers(schedule: Schedule, timeline: Timeline) -> dict[Action, int]:
         before = _feeder(a, last)
         return before is None or before in done
 
-    while len(number) < sum(map(len, waiting)) + sum(a.kind == "BW" for rank in schedule.ranks for a in rank):
+    while any(h < len(rank) for rank, h in zip(waiting, heads, strict=True)):
         heads_now = [(rank[h], r) for r, (rank, h) in enumerate(zip(waiting, heads, strict=True)) if h < len(rank)]
         span, r = min((s for s in heads_now if ready(s[0].action)), key=lambda s: (s[0].start, s[1]))
         heads[r] += 1
-        for part in _parts(span.action):
+        for part in _parts(span.action, stages):
             number[part] = len(number)
-            done.add(part)
+            done.add(_as_consumer(part))
     return number
+
+
+def _as_consumer(action: Action) -> Action:
+    """The action as messages name it: what a whole backward consumes is B's."""
+    return Action(action.stage, "B", action.mb) if action.kind == "BW" else action
 
 
 def _feeder(action: Action, last: int) -> Action | None:
@@ -87,7 +92,8 @@ def _consumer(a: Action, stages: Sequence[Stage]) -> Action | None:
     stage = stages[a.stage]
     if a.kind == "F" and a.stage + 1 < len(stages) and stage.F.gives["y"]:
         return Action(a.stage + 1, "F", a.mb)
-    if a.kind == "B" and stage.B is not None and a.stage > 0:
+    backward = stage.B if a.kind == "B" else stage.BW if a.kind == "BW" else None
+    if backward is not None and a.stage > 0:
         return Action(a.stage - 1, "B", a.mb)
     return None
 
@@ -120,9 +126,10 @@ def _instructions(
     leaving: list[Message] = []
     for a in order:
         instrs += [Instr("post", m.consumer, peer=m.source) for m in posts.get(a, ())]
-        if a in into:
+        wanted = _as_consumer(a)
+        if wanted in into and a.kind != "W":
             name = _name("x" if a.kind == "F" else "gy", a.stage, a.mb)
-            instrs.append(Instr("recv", a, writes=(name,), peer=into[a].source))
+            instrs.append(Instr("recv", wanted, writes=(name,), peer=into[wanted].source))
         computed = _compute(rank, a, stages, schedule)
         instrs += computed
         if computed:
@@ -145,7 +152,7 @@ def _compute(rank: int, a: Action, stages: Sequence[Stage], schedule: Schedule) 
     """The call of a stage function (and of the loss), with the buffers it reads and writes; nothing for an empty function."""
     stage, k, m = stages[a.stage], a.stage, a.mb
     last = k == len(stages) - 1
-    fn = {"F": stage.F, "B": stage.B, "W": stage.W}[a.kind]
+    fn = {"F": stage.F, "B": stage.B, "W": stage.W, "BW": stage.BW}[a.kind]
     if fn is None:
         return []
     local_x = k > 0 and schedule.placement[k - 1] == rank
