@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tests.models import Case
 from zbfx import Plan
 from zbfx.engine import Observed
+from zbfx.codegen.program import begun_action
 from zbfx.ir import Program
 
 
@@ -89,9 +90,9 @@ def predicted_held(program: Program) -> list[tuple[str, int]]:
     """(action, bytes) at every `begin` of a program, as its plan predicts."""
     found = []
     for i, instr in enumerate(program.instrs):
-        begun = i and program.instrs[i - 1].verb == "recv" and program.instrs[i - 1].action == instr.action
+        begun = i and program.instrs[i - 1].verb == "recv" and begun_action(program.instrs, i - 1) == instr.action
         if instr.verb == "recv" or (instr.verb == "compute" and not begun):
-            found.append((str(instr.action), program.held[i - 1] if i else 0))
+            found.append((str(begun_action(program.instrs, i)), program.held[i - 1] if i else 0))
     return found
 
 

@@ -81,17 +81,17 @@ def _step(program: Program, layouts: Layouts) -> list[str]:
             lines.append(f'    rank.post("{instr.action}")')
             continue
         if instr.verb == "recv" or (instr.verb == "compute" and not _received(program.instrs, index)):
-            lines.append(f'    rank.begin("{_begun(program.instrs, index)}")')
+            lines.append(f'    rank.begin("{begun_action(program.instrs, index)}")')
         lines.append("    " + _line(instr, layouts))
     return lines if len(lines) > 1 else [*lines, "    pass"]
 
 
 def _received(instrs: Sequence[Instr], index: int) -> bool:
     before = instrs[index - 1] if index else None
-    return before is not None and before.verb == "recv" and _begun(instrs, index - 1) == instrs[index].action
+    return before is not None and before.verb == "recv" and begun_action(instrs, index - 1) == instrs[index].action
 
 
-def _begun(instrs: Sequence[Instr], index: int) -> Action:
+def begun_action(instrs: Sequence[Instr], index: int) -> Action:
     """The action that an instruction belongs to: what a whole backward receives is named after B."""
     a = instrs[index].action
     if instrs[index].verb == "recv" and index + 1 < len(instrs):
