@@ -8,7 +8,6 @@ running maximum, so the optimum takes O(cuts * pieces) per probe, and the cheape
 from __future__ import annotations
 
 from bisect import bisect_left
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
