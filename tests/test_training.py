@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -208,7 +209,7 @@ def test_parameters_and_state_speak_the_users_names() -> None:
     pipe.load_state_dict({**state, "more": torch.zeros(1)})
     assert torch.equal(pipe.step(*args, target=target), before)
     state.pop("7.weight")
-    with pytest.raises(zbfx.InputError, match="lacks 1 of this rank's tensors, '7.weight' first"):
+    with pytest.raises(zbfx.InputError, match=r"lacks 1 of this rank's tensors, '7\.weight' first"):
         pipe.load_state_dict(state)
 
 
@@ -223,6 +224,6 @@ def test_a_watched_step_reports_every_action_in_order() -> None:
     timeline = pipe.observed.timeline
     for rank, spans in enumerate(timeline.spans):
         assert [str(s.action) for s in spans] == [action for action, _ in predicted_held(pipe.plan.programs[rank])]
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
         assert all(s.start <= s.end for s in spans)
     assert 0 < timeline.span <= timeline.makespan and 0 <= timeline.bubble_makespan < 1

@@ -54,7 +54,7 @@ def _check_states(states: list[dict[str, Any]]) -> None:
     assert all(set(s["parameters"]) <= set(s["names"]) for s in states)
     assert [s["spare"] for s in states if s["spare"]] == [[7.0, 7.0]]
     (mean,) = [s["mean"] for s in states if s["mean"]]
-    args, _, target = case.batch(4)
+    args, _, _ = case.batch(4)
     for part in args[0].chunk(2):
         case.model(part)
     assert mean == pytest.approx(case.model[1].running_mean.tolist(), rel=1e-5)
@@ -149,13 +149,7 @@ def test_a_failing_script_ends_all_of_torchruns_processes(tmp_path: Path) -> Non
     (tmp_path / "fails.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command.append(str(tmp_path / "fails.py"))
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*command, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode != 0 and "rank 1 failed at 1F2: ValueError: no such token: -1" in done.stderr
     assert float((tmp_path / "told 0").read_text().split("|")[0]) < 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,6 +16,8 @@ from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
 
 CPU = torch.device("cpu")
+# Each example traces a model: few of them, and none to make a failing one smaller.
+TRACED = settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 LINK = Link(latency=1e-6, bandwidth=1e9)
 
 

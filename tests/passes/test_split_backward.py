@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from tests.passes.graphs import RandomNet, captured_of, cut, most_stages, random_nets, split
+from tests.passes.graphs import TRACED, RandomNet, captured_of, cut, most_stages, random_nets, split
 from zbfx.errors import VerifyError
 from zbfx.ir import Fn, Joint, Stage
 from zbfx.passes.split_backward import split_backward
@@ -83,7 +83,7 @@ def functions(stage: Stage) -> list[fx.Graph]:
     return [fn.graph for fn in (stage.F, stage.B, stage.W) if fn is not None]
 
 
-@settings(max_examples=25)
+@TRACED
 @given(random_nets(), st.integers(1, 4))
 def test_random_graphs(net: RandomNet, num_stages: int) -> None:
     captured = captured_of(net, torch.randn(4, 6))
