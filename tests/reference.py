@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from tests.models import Case
 from zbfx import Plan
-from zbfx.engine import Observed
 from zbfx.codegen.program import begun_action
+from zbfx.engine import Observed
 from zbfx.ir import Program
 
 
