@@ -44,13 +44,19 @@ def read_batch(
 
     The batch size is that of dimension 0 of the first tensor with dimensions among args, kwargs and target. Tensors of that
     size are split; all others, and those whose keyword is in `shared`, go whole to every microbatch.
-    Raises InputError where there is no tensor, or the batch does not divide by microbatches.
+    Raises InputError where there is no tensor, one requires grad, or the batch does not divide by microbatches.
     """
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs), target))
     leaves = [leaf for _, leaf in paths]
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     if not sizes:
         raise InputError("no input tensor has a batch dimension: pass at least one tensor whose dimension 0 is the batch")
+    for path, leaf in paths:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise InputError(
+                f"the input {pytree.keystr(path)} of shape {list(leaf.shape)} requires grad, but only the model's parameters get "
+                "gradients: detach() it, or move what made it into the model"
+            )
     size = sizes[0]
     if size % microbatches:
         near = [d for d in range(1, size + 1) if size % d == 0]

@@ -39,9 +39,10 @@ from zbfx.passes.split_backward import split_backward
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
 from zbfx.text import format_bytes
-from zbfx.trace.capture import Loss, capture
+from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
 from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds
+from zbfx.trace.whole import Loss
 from zbfx.verify_program import verify_programs, verify_stage
 
 # Between processes of one machine, and between GPUs of one server: seconds per message, bytes per second.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -128,6 +129,21 @@ class Engine:
         return clip_grad_norm_(plan, self.holdings, self.local, channel, max_norm, norm_type, self.device)
 
     def _run(self, plan: Plan, batch: Batch) -> list[Rank]:
+        with contextlib.nullcontext() if plan.differentiates else self._buffers_kept(plan):
+            return self._run_ranks(plan, batch)
+
+    @contextlib.contextmanager
+    def _buffers_kept(self, plan: Plan) -> Iterator[None]:
+        """Put back what a forward pass writes into buffers: evaluation leaves training as it was."""
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] in self.local]
+        before = [(b, b.clone()) for b in {id(b): b for s in own for b in map(self.holdings.tensor, s.buffers)}.values()]
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                buffer.copy_(value)
+
+    def _run_ranks(self, plan: Plan, batch: Batch) -> list[Rank]:
         recorders = {r: self._recorder() for r in self.local}
         ranks = [self._rank(plan, r, batch, recorders[r]) for r in self.local]
         steps = [self._load(plan, r).step for r in self.local]

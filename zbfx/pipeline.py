@@ -21,7 +21,7 @@ from zbfx.ordering import chunks_of
 from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
-from zbfx.trace.capture import Loss
+from zbfx.trace.whole import Loss
 
 _REDUCTIONS = ("mean", "sum")
 

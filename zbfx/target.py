@@ -16,7 +16,7 @@ import torch
 
 from zbfx.errors import InputError
 from zbfx.holdings import Init
-from zbfx.trace.capture import Loss
+from zbfx.trace.whole import Loss
 
 Batch = tuple[Sequence[Any], Mapping[str, Any], Any]  # args, kwargs, target of one step
 _FORMS = "write file.py:function or module:function, such as examples/gpt2.py:tiny"

@@ -12,7 +12,7 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -26,49 +26,13 @@ from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError, TraceError, ZbfxError
 from zbfx.ir import Captured, Place, outputs_of
-from zbfx.storage import draws, mutates
+from zbfx.storage import draws, is_view, mutates
 from zbfx.trace.estimate import Device, Meter, device_profile
 from zbfx.trace.regions import REGION, observed
 from zbfx.trace.replay import Context, Replay
+from zbfx.trace.whole import Loss, Whole
 
-Loss = Callable[[Any, Any], torch.Tensor]
 _PREFIX = "model."
-
-
-class _Whole(torch.nn.Module):
-    """Inputs to loss in one module: what torch.export sees."""
-
-    def __init__(self, model: torch.nn.Module, loss: Loss | None, predict: bool) -> None:
-        super().__init__()
-        self.model = model
-        self._loss, self._predict = loss, predict
-        self.training = model.training  # of the whole alone: submodules keep their own modes
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        if self._predict:
-            return output
-        return self._loss(output, target) if self._loss is not None else own_loss(output)
-
-
-def own_loss(output: Any) -> torch.Tensor:
-    """The loss a model returns itself: a 0-dim tensor, an object or dict with `loss`, or a tuple that starts with it."""
-    found = output
-    if not isinstance(output, torch.Tensor):
-        if isinstance(output, Mapping):
-            found = output.get("loss")
-        elif hasattr(output, "loss"):
-            found = output.loss
-        elif isinstance(output, (tuple, list)) and output:
-            found = output[0]
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        return found
-    what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else f"{type(output).__name__}"
-    raise InputError(
-        f"the model returned {what} where a scalar loss is needed. Pass loss=fn to zbfx.compile, with fn(output, target) -> "
-        "scalar, or let the model return its own loss (a 0-dim tensor, or an output with .loss, as Hugging Face "
-        "models do when given labels=)"
-    )
 
 
 def capture(
@@ -90,11 +54,14 @@ def capture(
     Raises TraceError with the user's source line where torch.export refuses, InputError where no scalar loss comes out.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    whole = _Whole(model, loss, predict)
+    whole = Whole(model, loss, predict)
     ambient = _ambient_autocast(device)
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode, device), (tuple(args), dict(kwargs), target))
     with _fake_parameters(model, mode, device):
         exported = _export(whole, inputs)
+        if whole.assigned:  # traced again, so that what forward assigns is kept
+            whole.copied = frozenset(whole.assigned)
+            exported = _export(whole, inputs)
     _refuse_symbols(exported.graph_module)
     torch.clear_autocast_cache()  # it may hold casts of the fake parameters
     with torch.autocast(device.type, enabled=False):
@@ -139,7 +106,7 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode, device: torch
             slots[name] = real
 
 
-def _export(whole: _Whole, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+def _export(whole: Whole, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
     said = io.StringIO()  # on failure torch prints the whole partial graph: the error below says what matters
     shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = shapes.level
@@ -180,6 +147,8 @@ _HINTS = (
     (".item()", "keep the value a tensor; .item() has no value while tracing"),
     ("nonzero", "avoid shapes that depend on values: use a mask and torch.where in place of boolean indexing"),
     ("numpy", "use torch operations in forward: numpy calls cannot be traced"),
+    ("no part of the model", "make it a parameter of the model (or of a module in it), where it gets a gradient, or detach() it"),
+    ("sparse", "use dense gradients and tensors (nn.Embedding(sparse=False))"),
     ("device", "put all parameters and inputs on one device"),
 )
 
@@ -242,6 +211,7 @@ def _captured(
         if not isinstance(leaf, torch.Tensor):
             statics[index] = leaf
     graph = _inlined(exported.graph_module, ambient)
+    _narrow_assignments(graph, buffers)
     leaves = {name: i for i, name in enumerate(user) if i not in statics}
     _annotate(graph)
     template = _flatten_output(graph, exported)
@@ -250,6 +220,23 @@ def _captured(
     _analyse(graph, profile)
     names = tuple(n.name for n in outputs_of(graph))
     return Captured(graph, params, buffers, constants, leaves, statics, names, template, device, training)
+
+
+def _narrow_assignments(graph: fx.Graph, buffers: Mapping[str, str]) -> None:
+    """Move the copies of assigned buffers (see whole.py) to where they are read and made: stages can be cut before and after."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, fx.Node):
+            continue
+        of_buffer = node.args[0].op == "placeholder" and node.args[0].name in buffers
+        if of_buffer and node.target is torch.ops.aten.clone.default and node.users:
+            order = {n: i for i, n in enumerate(graph.nodes)}
+            min(node.users, key=order.__getitem__).prepend(node)
+        elif of_buffer and node.target is torch.ops.aten.copy_.default:
+            value = node.args[1]
+            users = [u for u in value.users if u != node] if isinstance(value, fx.Node) else []
+            steady = not any(mutates(u.target) or is_view(u.target) for u in users)
+            if isinstance(value, fx.Node) and steady and value.op == "call_function" and not is_view(value.target):
+                value.append(node)
 
 
 def _real(tensor: Any, name: str) -> torch.Tensor:

@@ -119,6 +119,13 @@ class _Trace:
         leaves = [ins[i] for i in self.wanted]
         grads = torch.autograd.grad([y for y, _ in pairs], leaves, [gy for _, gy in pairs], allow_unused=True)
         self.found = [i for i, g in zip(self.wanted, grads, strict=True) if g is not None]
+        for i, g in zip(self.wanted, grads, strict=True):
+            if g is not None and g.layout != torch.strided:
+                names = [n.name for n in self.forward.graph.nodes if n.op == "placeholder"]
+                raise TraceError(
+                    f"the gradient of {names[i]} is sparse, which a pipeline cannot add up: use dense gradients "
+                    "(nn.Embedding(sparse=False))"
+                )
         return (*ys, *[g for g in grads if g is not None])
 
 
