@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,12 +16,42 @@ from zbfx.runtime import Channel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tie:
-    """A parameter, the stages that use it, and for each local stage a stand-in that gathers its gradient."""
+    """A parameter, the stages that use it, and for each local stage what gathers its gradient.
+
+    Stages on different ranks gather in stand-ins, whose sums over microbatches are added at the end of the step. Stages of
+    one rank add up microbatch by microbatch, last stage first, which is eager autograd's own order: bit for bit the same.
+    """
 
     name: str
     parameter: torch.Tensor
     stages: tuple[int, ...]
-    parts: dict[int, torch.Tensor]
+    parts: dict[int, Any]
+    on_one_rank: bool
+
+
+class _Part:
+    """One stage's gradients of a tied parameter on one rank: microbatches wait here for the other stages'."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.waiting: deque[torch.Tensor] = deque()
+        self.others: list[_Part] = []  # the parts of all stages, last stage first
+
+    def add(self, grad: torch.Tensor) -> None:
+        self.waiting.append(grad)
+        if all(part.waiting for part in self.others):
+            first, *rest = [part.waiting.popleft() for part in self.others]
+            for grad in rest:
+                first.add_(grad)  # W gives tensors that nobody else looks at
+            parameter = self.parameter
+            parameter.grad = first if parameter.grad is None else parameter.grad.add_(first)
+
+
+def _parts_of_one_rank(parameter: torch.Tensor, stages: Sequence[int]) -> dict[int, Any]:
+    parts = {k: _Part(parameter) for k in stages}
+    for part in parts.values():
+        part.others = [parts[k] for k in sorted(stages, reverse=True)]
+    return parts
 
 
 def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
@@ -32,8 +64,10 @@ def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
     for name, stages in users.items():
         if len(stages) > 1:
             parameter = holdings.tensor(name)
-            parts = {k: parameter.detach().requires_grad_() for k in stages}
-            ties.append(Tie(name, parameter, tuple(stages), parts))
+            together = len({plan.schedule.placement[k] for k in stages}) == 1
+            apart = {k: parameter.detach().requires_grad_() for k in stages}
+            parts = _parts_of_one_rank(parameter, stages) if together else apart
+            ties.append(Tie(name, parameter, tuple(stages), parts, together))
     return tuple(ties)
 
 
@@ -42,12 +76,12 @@ def sum_ties(ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Cha
     for number, tie in enumerate(ties):
         place = plan.schedule.placement
         mine = [k for k in reversed(tie.stages) if place[k] in local]
-        if not mine:
+        if not mine or tie.on_one_rank:
             continue
         grads = [tie.parts[k].grad for k in mine]
         total = grads[0]
         for grad in grads[1:]:
-            total = total + grad  # type: ignore[operator]
+            total = total + grad
         for k in mine:
             tie.parts[k].grad = None
         ranks = sorted({place[k] for k in tie.stages}, reverse=True)

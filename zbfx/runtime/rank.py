@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,17 @@ _V = TypeVar("_V")
 Messages = Mapping[str, tuple[int, int, Sequence[Layout]]]
 
 
+class Sink(Protocol):
+    """Takes the gradients of a parameter, one microbatch after another, in place of its `.grad`."""
+
+    def add(self, grad: Tensor) -> None: ...
+
+
 class Rank:
     """One rank, for one step or many.
 
     params[stage]: what the stage's functions take first: parameters, buffers and constants, in the program's order.
-    grads[stage]: for each output of the stage's W, the tensor whose `.grad` it adds to, or None.
+    grads[stage]: for each output of the stage's W, the tensor whose `.grad` it adds to, a Sink that takes it, or None.
     inputs[stage, mb]: the stage's own input leaves for a microbatch. weights[mb]: 0-dim tensor, the tangent of its loss.
     All of it lies on `device` and outlives the step; the recorder counts none of it.
     """
@@ -42,7 +48,7 @@ class Rank:
         *,
         messages: Messages,
         params: Mapping[int, Sequence[Tensor]],
-        grads: Mapping[int, Sequence[Tensor | None]],
+        grads: Mapping[int, Sequence[Tensor | Sink | None]],
         inputs: Mapping[tuple[int, int], Sequence[Tensor]],
         weights: Sequence[Tensor] = (),
         device: torch.device | str = "cpu",
@@ -122,7 +128,10 @@ class Rank:
         for target, grad in zip(targets, grads, strict=True):
             if target is None or grad is None:
                 continue
-            if target.grad is None:
+            if not isinstance(target, Tensor):
+                target.add(grad)
+                self.recorder.keep(grad)
+            elif target.grad is None:
                 kept = grad.to(target.grad_dtype or grad.dtype)  # a parameter may ask for gradients in float32
                 target.grad = kept
                 self.recorder.keep(kept)
@@ -134,7 +143,7 @@ class Rank:
     def static(self) -> list[Tensor]:
         """What exists before the step and outlives it."""
         given = [*self._params.values(), *self._inputs.values()]
-        targets = [target for values in self._grads.values() for target in values if target is not None]
+        targets = [target for values in self._grads.values() for target in values if isinstance(target, Tensor)]
         gradients = [target.grad for target in targets if target.grad is not None]
         tensors = [value for values in given for value in values if isinstance(value, Tensor)]  # a random source is none
         return [*tensors, *targets, *gradients, *self._weights, *self.losses]
