@@ -29,6 +29,8 @@ Messages = Mapping[str, tuple[int, int, Sequence[Layout]]]
 class Sink(Protocol):
     """Takes the gradients of a parameter, one microbatch after another, in place of its `.grad`."""
 
+    parameter: Tensor
+
     def add(self, grad: Tensor) -> None: ...
 
 
@@ -143,7 +145,8 @@ class Rank:
     def static(self) -> list[Tensor]:
         """What exists before the step and outlives it."""
         given = [*self._params.values(), *self._inputs.values()]
-        targets = [target for values in self._grads.values() for target in values if isinstance(target, Tensor)]
+        given_targets = [target for values in self._grads.values() for target in values if target is not None]
+        targets = [target if isinstance(target, Tensor) else target.parameter for target in given_targets]
         gradients = [target.grad for target in targets if target.grad is not None]
         tensors = [value for values in given for value in values if isinstance(value, Tensor)]  # a random source is none
         return [*tensors, *targets, *gradients, *self._weights, *self.losses]
