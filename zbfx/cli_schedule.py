@@ -143,8 +143,9 @@ def _print_solution(solution: Solution, method: str, console: Console) -> None:
     bounds = {"span": solution.bound_span, "makespan": solution.bound_makespan}
     bound = bounds[solution.objective]
     console.print(
-        f"{solution.objective} {getattr(timeline, solution.objective):.6g}, lower bound {bound:.6g}: at most {solution.gap:.2%} above the optimum;"
-        f" bubble {timeline.bubble_span:.2%} (with a barrier {timeline.bubble_makespan:.2%}); peak {format_bytes(max(timeline.peak))}"
+        f"{solution.objective} {getattr(timeline, solution.objective):.6g}, lower bound {bound:.6g}:"
+        f" at most {solution.gap:.2%} above the optimum; bubble {timeline.bubble_span:.2%}"
+        f" (with a barrier {timeline.bubble_makespan:.2%}); peak {format_bytes(max(timeline.peak))}"
     )
     console.print(f"found in {solution.seconds:.2f} s by {solution.why}")
 
@@ -227,9 +228,9 @@ def _even_costs(args: argparse.Namespace, placement: tuple[int, ...], ranks: int
     """--times and --bytes of a rank's whole part, dealt out evenly to its stages."""
     if args.times is None:
         raise InputError("what do F, B and W cost? Give --times F,B,W or --costs FILE")
-    times, sizes = _three(args.times, "--times"), _three(args.bytes or "0,0,0", "--bytes")
+    (f, b, w), sizes = _three(args.times, "--times"), _three(args.bytes or "0,0,0", "--bytes")
     own = [placement.count(r) for r in placement]
-    stages = tuple(Cost(*(t / n for t in times), *(int(b / n) for b in sizes)) for n in own)
+    stages = tuple(Cost(f / n, b / n, w / n, *(int(size / n) for size in sizes)) for n in own)
     comm = tuple(tuple(0.0 if a == b else args.comm for b in range(ranks)) for a in range(ranks))
     return CostModel(stages, comm, (None,) * ranks)
 

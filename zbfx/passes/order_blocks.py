@@ -1,6 +1,6 @@
 """Blocks of consecutive stages on one rank, scheduled as one stage: fewer letters to search, the same timeline.
 
-merge_blocks(placement, costs) -> (placement', costs', size); split_blocks(schedule', placement, size) -> schedule. A rank that has
+merge_blocks(placement, costs) -> (placement', costs', size); split_blocks(schedule', placement, size) -> schedule. A rank with
 several stages in a row gains nothing by pausing between them: the message leaves after the last one.
 """
 
@@ -13,7 +13,8 @@ from zbfx.ir import Action, Cost, CostModel, Schedule
 
 
 def merge_blocks(placement: Sequence[int], costs: CostModel) -> tuple[tuple[int, ...], CostModel, int]:
-    """Merges every `size` stages into one, for the largest size at which all blocks lie on one rank each and each rank keeps one."""
+    """Merges every `size` stages into one, for the largest size at which all blocks lie on one rank each and each rank
+    keeps one."""
     stages, ranks = len(placement), len(set(placement))
     for size in range(stages // max(ranks, 1), 1, -1):
         blocks = [placement[k : k + size] for k in range(0, stages, size)]

@@ -1,12 +1,16 @@
 """Lower bounds on span and makespan: what no schedule can beat, for the given placement, costs and limits.
 
 For a rank with first stage a and last stage d, in the words of this file:
-- *idle_start*: the first B on the rank is B of d for microbatch 0. Between the start of F(a, 0) and it lie all Fs and Bs of the later
+- *idle_start*: the first B on the rank is B of d for microbatch 0. Between the start of F(a, 0) and it lie all Fs and Bs
+  of the later
   stages; meanwhile the rank has only the Fs that fit into its memory.
-- *idle_end*: the last F on the rank is F of d for the last microbatch. From its start to the end of B(a, last) lie all later Fs and
-  Bs; meanwhile the rank has what was left to do: n Bs with their Ws, and y Ws alone, where n activations and y kept inputs of W fit into
+- *idle_end*: the last F on the rank is F of d for the last microbatch. From its start to the end of B(a, last) lie all
+  later Fs and
+  Bs; meanwhile the rank has what was left to do: n Bs with their Ws, and y Ws alone, where n activations and y kept inputs
+  of W fit into
   its memory together. After that B comes at least its own W.
-- Through the rank of stage 0, which starts `head` before and ends `tail` after the rank: it cannot end before the last B has come back.
+- Through the rank of stage 0, which starts `head` before and ends `tail` after the rank: it cannot end before the last B
+  has come back.
 - Memory times time: each microbatch holds bytes for at least its round trip.
 All of it counts hops, and takes the best case over what the memory allows, so each bound holds for every order.
 """
@@ -123,7 +127,11 @@ def _left_over(problem: Problem, r: int, f_nodes: list[int]) -> Iterator[tuple[f
     for n in range(1, most + 1):
         spare = total - n
         if kept > 0 and room < INF:
-            y = min(float(spare), (room - n * held) / kept) if problem.parts > 1 else min(spare, int((room - n * held) / kept + 1e-9))
+            y = (
+                min(float(spare), (room - n * held) / kept)
+                if problem.parts > 1
+                else min(spare, int((room - n * held) / kept + 1e-9))
+            )
         else:
             y = spare
         yield last_f + n * (b + w) + y * w, min(n + y, most_w) * w
@@ -138,5 +146,8 @@ def _memory_time(problem: Problem, path: _Path, r: int) -> float:
     for s in (v for v in problem.nodes[r] if v < stages):
         back = 2 * stages - 1 - s
         kept = max(0.0, problem.memory[s] + problem.memory[back])
-        total += problem.memory[s] * path.between(s, back + 1) + min(kept, problem.w_memory[s] * parts) * problem.w_seconds[s] * (parts + 1) / 2
+        total += (
+            problem.memory[s] * path.between(s, back + 1)
+            + min(kept, problem.w_memory[s] * parts) * problem.w_seconds[s] * (parts + 1) / 2
+        )
     return problem.microbatches * total / room

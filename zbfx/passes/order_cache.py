@@ -1,6 +1,7 @@
 """Search results on disk, by content: the same question is answered from a file, a different one never is.
 
-The file's name is a hash of everything the answer depends on; its text is a zbfx-schedule/1 document. What is read is parsed, verified,
+The file's name is a hash of everything the answer depends on; its text is a zbfx-schedule/1 document. What is read is
+parsed, verified,
 held against the limits and simulated like a schedule from a stranger; anything amiss and the search runs again.
 Folder: $ZBFX_CACHE, else ~/.cache/zbfx/schedules; ZBFX_CACHE=off turns it off.
 """
@@ -26,7 +27,8 @@ _VERSION = 1  # raise it when the search changes: old answers are then not found
 
 
 def cached(question: dict[str, Any], costs: CostModel, search: Callable[[], Solution]) -> Solution:
-    """search()'s answer, from the disk where it is there. question: what the answer depends on besides the costs, as JSON values."""
+    """search()'s answer, from the disk where it is there. question: what the answer depends on besides the costs, as JSON
+    values."""
     folder = cache_folder()
     if folder is None:
         return search()

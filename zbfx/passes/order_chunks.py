@@ -1,6 +1,8 @@
-"""Fixed schedules in which a rank returns to several stages (its chunks): interleaved and V placements. Any m unless said otherwise.
+"""Fixed schedules in which a rank returns to several stages (its chunks): interleaved and V placements. Any m unless said
+otherwise.
 
-Letters as in order_fixed; v chunks a rank. An interleaved placement is 0..p-1 again and again; a V is 0..p-1 and back. On a V, `a` is
+Letters as in order_fixed; v chunks a rank. An interleaved placement is 0..p-1 again and again; a V is 0..p-1 and back. On
+a V, `a` is
 the rank's first stage and `z` its second.
 """
 
@@ -24,7 +26,9 @@ def order_chunked(name: str, placement: Sequence[int], microbatches: int) -> Sch
     forth = tuple(range(p))
     shape = forth * v if wanted == "interleaved" else forth + forth[::-1]
     if tuple(placement) != shape:
-        raise ScheduleError(f"{name} needs the {wanted} placement, found {list(placement)}: build_placement({wanted!r}, ranks) makes one")
+        raise ScheduleError(
+            f"{name} needs the {wanted} placement, found {list(placement)}: build_placement({wanted!r}, ranks) makes one"
+        )
     ranks = build(p, v, microbatches)
     return verify_schedule(Schedule(tuple(placement), tuple(map(tuple, ranks)), name))
 
@@ -43,14 +47,16 @@ def interleaved_1f1b(p: int, v: int, m: int) -> Ranks:
 def interleaved_zb(p: int, v: int, m: int) -> Ranks:
     """Interleaved ZB-1p: interleaved 1F1B with B alone on the way back, half the extra warm-up, and rank i's Ws i actions late.
 
-    Bubble (p-1)(T_F+T_B-T_W)/v where p divides m; memory ((v-1)p + p-i)*M_B/v and i*M_W/v on rank i. Source: arXiv 2401.10241 (ZB-1p) with
+    Bubble (p-1)(T_F+T_B-T_W)/v where p divides m; memory ((v-1)p + p-i)*M_B/v and i*M_W/v on rank i. Source: arXiv
+    2401.10241 (ZB-1p) with
     the chunks of 2104.04473.
     """
     return _interleave(p, v, m, lambda i: p - 1 - i, whole=False)
 
 
 def looped_bfs(p: int, v: int, m: int) -> Ranks:
-    """Breadth first: each chunk runs all its microbatches before the next chunk does. Memory m*M_B, bubble (p-1)(T_F+T_B+T_W)/v.
+    """Breadth first: each chunk runs all its microbatches before the next chunk does. Memory m*M_B, bubble
+    (p-1)(T_F+T_B+T_W)/v.
 
     Source: arXiv 2211.05953.
     """
@@ -96,7 +102,8 @@ def _take_turns(
 
 
 class _Counter:
-    """Writes a V rank's actions: the n-th call for a kind and chunk is its microbatch n; calls beyond m, or before its F or B, do nothing."""
+    """Writes a V rank's actions: the n-th call for a kind and chunk is its microbatch n; calls beyond m, or before its F
+    or B, do nothing."""
 
     def __init__(self, p: int, i: int, m: int) -> None:
         self.stage = (i, 2 * p - 1 - i)
@@ -113,10 +120,12 @@ class _Counter:
             for letter in kind:
                 self.done[letter, c] += 1
 
-    def rest(self, kind: Kind, c: int) -> None:
-        """All that is left of the kind."""
-        while self.done[kind, c] < self.m:
-            self.put(kind, c)
+    def finish(self) -> None:
+        """All Bs that are left, then all Ws."""
+        left: tuple[tuple[Kind, int], ...] = (("B", 1), ("B", 0), ("W", 1), ("W", 0))
+        for kind, c in left:
+            while self.done[kind, c] < self.m:
+                self.put(kind, c)
 
 
 def zb_v(p: int, v: int, m: int) -> Ranks:
@@ -140,16 +149,17 @@ def zb_v(p: int, v: int, m: int) -> Ranks:
             _each(w, (("B", 0), ("B", 1)))
         for _ in range(p - i):
             _each(w, (("B", 0), ("W", 0)))
-        for kind, c in (("B", 1), ("B", 0), ("W", 1), ("W", 0)):
-            w.rest(kind, c)
+        w.finish()
         ranks.append(w.actions)
     return ranks
 
 
 def dualpipe_v(p: int, v: int, m: int) -> Ranks:
-    """DualPipe on one V: eight steps; whole backwards (BW) but at the start and the end, where B alone goes first. Needs m >= 2p.
+    """DualPipe on one V: eight steps; whole backwards (BW) but at the start and the end, where B alone goes first. Needs m
+    >= 2p.
 
-    Bubble (p-1)(T_F + T_BW - 3T_W)/2 with F and backward not overlapped here; memory (p+1)*M_B. Source: the "cut-in-half" note to
+    Bubble (p-1)(T_F + T_BW - 3T_W)/2 with F and backward not overlapped here; memory (p+1)*M_B. Source: the "cut-in-half"
+    note to
     DeepSeek-V3, arXiv 2412.19437.
     """
     if m < 2 * p:
@@ -176,8 +186,7 @@ def _dualpipe_rank(p: int, i: int, m: int) -> list[Action]:
         for c in (1, 0):
             w.put("W", c)
         w.put("B", 0)
-    for kind, c in (("B", 1), ("B", 0), ("W", 1), ("W", 0)):
-        w.rest(kind, c)
+    w.finish()
     return w.actions
 
 
@@ -190,7 +199,8 @@ def v_half(p: int, v: int, m: int) -> Ranks:
 
 
 def v_min(p: int, v: int, m: int) -> Ranks:
-    """V-Min: the same with every hop in 1 slot, the shortest life of an activation. Memory about (p/3 + 2)*M_B. Source: 2405.15362."""
+    """V-Min: the same with every hop in 1 slot, the shortest life of an activation. Memory about (p/3 + 2)*M_B. Source:
+    2405.15362."""
     return _building_block(p, m, ((1, 1, 1, 1),))
 
 
@@ -202,7 +212,7 @@ def _building_block(p: int, m: int, shapes: Sequence[tuple[int, int, int, int]])
     starts = next(starts for hops in shapes if (starts := _collision_free(p, hops)))
     ranks = []
     for i in range(p):
-        slots = {("F", i): starts[i], ("F", 2 * p - 1 - i): starts[2 * p - 1 - i]}
+        slots: dict[tuple[Kind, int], int] = {("F", i): starts[i], ("F", 2 * p - 1 - i): starts[2 * p - 1 - i]}
         slots |= {("B", 2 * p - 1 - i): starts[2 * p + i], ("B", i): starts[4 * p - 1 - i]}
         taken = {slot % _SLOTS for slot in slots.values()}
         for stage in (2 * p - 1 - i, i):
@@ -211,13 +221,14 @@ def _building_block(p: int, m: int, shapes: Sequence[tuple[int, int, int, int]])
                 slot += 1
             taken.add(slot % _SLOTS)
             slots["W", stage] = slot
-        timed = [(slot + _SLOTS * mb, Action(stage, kind, mb)) for (kind, stage), slot in slots.items() for mb in range(m)]  # type: ignore[arg-type]
+        timed = [(at + _SLOTS * mb, Action(stage, kind, mb)) for (kind, stage), at in slots.items() for mb in range(m)]
         ranks.append([action for _, action in sorted(timed)])
     return ranks
 
 
 def _collision_free(p: int, hops: Sequence[int]) -> list[int]:
-    """Slot of each of the 4p nodes: hops within a leg, at the turns the shortest waits with which no rank has two at once; or []."""
+    """Slot of each of the 4p nodes: hops within a leg, at the turns the shortest waits with which no rank has two at once;
+    or []."""
     for waits in sorted(product(range(1, _SLOTS + 1), repeat=3), key=lambda w: (sum(w), w)):
         starts = [0]
         for node in range(1, 4 * p):

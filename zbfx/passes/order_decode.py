@@ -1,6 +1,8 @@
-"""Two decoders from an order of F and B to a whole schedule: `follow` keeps a given word per rank, `dispatch` decides as time goes by.
+"""Two decoders from an order of F and B to a whole schedule: `follow` keeps a given word per rank, `dispatch` decides as
+time goes by.
 
-Both place the Ws: where the next F or B is not ready for long enough, where memory holds an F back, and at the end. Both never let
+Both place the Ws: where the next F or B is not ready for long enough, where memory holds an F back, and at the end. Both
+never let
 a rank hold more than its room. They return the span and the makespan in seconds, and the ranks' full words when asked.
 """
 
@@ -66,9 +68,11 @@ NO_CUTOFF = Cutoff()
 
 
 def follow(problem: Problem, order: Sequence[Word], rules: Rules, *, keep: bool = False, cutoff: Cutoff = NO_CUTOFF) -> Outcome:
-    """Runs each rank's word in order. An F that does not fit waits for Ws; without any, what comes later and fits is pulled forward.
+    """Runs each rank's word in order. An F that does not fit waits for Ws; without any, what comes later and fits is
+    pulled forward.
 
-    Ranks are run one after the other as far as their inputs are known, so no event queue is needed: a gap's length is known exactly.
+    Ranks are run one after the other as far as their inputs are known, so no event queue is needed: a gap's length is
+    known exactly.
     """
     run = _Following(problem, order, rules, keep, cutoff)
     ready = list(range(problem.num_ranks - 1, -1, -1))
@@ -109,7 +113,8 @@ class _Following:
         self.slack, self.from_zero = cutoff.slack(problem), cutoff.from_zero
 
     def advance(self, r: int) -> list[int] | None:
-        """Runs rank r until an input is not known yet; returns the ranks whose next input it made, None where nothing fits or it idled too long."""
+        """Runs rank r until an input is not known yet; returns the ranks whose next input it made, None where nothing fits
+        or it idled too long."""
         problem, rules = self.problem, self.rules
         arrival, count, seconds, memory = self.arrival, self.count, problem.seconds, problem.memory
         stages, parts, reserve = problem.num_stages, problem.parts, problem.reserve
@@ -210,7 +215,8 @@ class _Following:
         return fits(self.problem, self.forwards[r], self.count, v, free, self.rules.guard)
 
     def _pull(self, r: int, i: int, free: float) -> int:
-        """The first later place in the word whose action may run now as far as this rank's own order and memory go; -1 for none."""
+        """The first later place in the word whose action may run now as far as this rank's own order and memory go; -1 for
+        none."""
         word, count, before = self.words[r], self.count, self.problem.before
         seen = {word[i]}
         for k in range(i + 1, len(word)):
@@ -234,14 +240,15 @@ class _Following:
         problem, count = self.problem, self.count
         free -= problem.memory[v] if v < problem.num_stages else 0.0
         for x in self.forwards[r]:
-            if x != v and problem.seconds[x] <= gap + _EPS and self.arrival[x][count[x]] <= t:
-                if fits(problem, self.forwards[r], count, x, free, True):
-                    return x
+            ready = x != v and problem.seconds[x] <= gap + _EPS and self.arrival[x][count[x]] <= t
+            if ready and fits(problem, self.forwards[r], count, x, free, True):
+                return x
         return -1
 
 
 def fits(problem: Problem, forwards: Sequence[int], count: Sequence[int], v: int, free: float, guard: bool) -> bool:
-    """Whether F node v fits into `free` bytes; with guard, so that the oldest microbatch on the rank can still run its later Fs."""
+    """Whether F node v fits into `free` bytes; with guard, so that the oldest microbatch on the rank can still run its
+    later Fs."""
     free -= problem.memory[v]
     if free < 0:
         return False

@@ -1,6 +1,7 @@
 """Proof of optimality: the whole schedule as one constraint problem for OR-Tools' CP-SAT (`pip install zbfx[exact]`).
 
-Variables are the starts of F, B and W. Per rank they do not overlap; per stage each kind runs in microbatch order; F, B and W follow
+Variables are the starts of F, B and W. Per rank they do not overlap; per stage each kind runs in microbatch order; F, B
+and W follow
 their dependencies with hops between ranks. Memory is a cumulative resource: an activation is held from the start of its F to
 the end of its B, what W keeps until the end of W. Seconds become whole ticks rounded down, so that the proven bound holds for
 the real costs; the order found is simulated with the real costs.
@@ -79,7 +80,10 @@ def _import_cp_sat() -> Any:
 def _tick(problem: Problem, horizon: float) -> float:
     """Seconds of one tick: the common unit of all times where it is not too small, else the horizon in `_TICKS`."""
     times = [Fraction(x).limit_denominator(10_000) for x in (*problem.seconds, *problem.w_seconds, *problem.hop) if x > 0]
-    exact = all(abs(float(f) - x) < 1e-12 * max(1.0, x) for f, x in zip(times, (x for x in (*problem.seconds, *problem.w_seconds, *problem.hop) if x > 0), strict=True))
+    exact = all(
+        abs(float(f) - x) < 1e-12 * max(1.0, x)
+        for f, x in zip(times, (x for x in (*problem.seconds, *problem.w_seconds, *problem.hop) if x > 0), strict=True)
+    )
     if not times:
         return 1.0
     scale = lcm(*(f.denominator for f in times))
@@ -135,7 +139,9 @@ class _Model:
         for mb in range(problem.microbatches):
             for stage in range(stages):
                 if stage:
-                    self.model.Add(self.starts[stage, "F", mb] >= self.ends[stage - 1, "F", mb] + self.ticks(problem.hop[stage - 1]))
+                    self.model.Add(
+                        self.starts[stage, "F", mb] >= self.ends[stage - 1, "F", mb] + self.ticks(problem.hop[stage - 1])
+                    )
                     hop = self.ticks(problem.hop[2 * stages - 1 - stage])
                     self.model.Add(self.starts[stage - 1, "B", mb] >= self.ends[stage, "B", mb] + hop)
                 self.model.Add(self.starts[stage, "W", mb] >= self.ends[stage, "B", mb])
@@ -178,7 +184,15 @@ class _Model:
         ranks = []
         for rank in range(self.problem.num_ranks):
             own = [key for key in self.starts if self.problem.placement[key[0]] == rank]
-            own.sort(key=lambda key: (solver.Value(self.starts[key]), solver.Value(self.ends[key]), "FBW".index(key[1]), key[2], _depth(key)))
+            own.sort(
+                key=lambda key: (
+                    solver.Value(self.starts[key]),
+                    solver.Value(self.ends[key]),
+                    "FBW".index(key[1]),
+                    key[2],
+                    _depth(key),
+                )
+            )
             ranks.append(tuple(Action(stage, kind, mb) for stage, kind, mb in own))  # type: ignore[arg-type]
         return Schedule(self.problem.placement, tuple(ranks), "exact")
 

@@ -2,7 +2,8 @@
 
 This file: the schedules in which a rank does one thing per microbatch: gpipe, 1f1b, zb-h1, zb-h2. A rank that holds a block of
 consecutive stages treats it as one: F runs the block's stages first to last, B and W follow last to first. So they take any
-placement made of one block per rank (`block_placement`), and any m >= 1, m < p included. `order_chunks` has the schedules in which a
+placement made of one block per rank (`block_placement`), and any m >= 1, m < p included. `order_chunks` has the schedules
+in which a
 rank returns to several stages.
 Letters: p ranks, m microbatches, T_F, T_B, T_W seconds and M_B, M_W bytes of one rank's whole part; the formulas leave
 communication out.

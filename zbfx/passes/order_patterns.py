@@ -2,13 +2,16 @@
 
 - pattern: F and B sorted by a periodic plan (`plan_keys`), then `follow`. Best where memory is scarce.
 - priority: the same plan as priorities of `dispatch`. Best at about 1p, and wherever the plan does not fit exactly.
-- model: `dispatch` in a simplified world (F and B last 1, W its share, no messages), deepest node first; its words, then `follow`.
+- model: `dispatch` in a simplified world (F and B last 1, W its share, no messages), deepest node first; its words, then
+  `follow`.
 - zb-v: the closed pattern for V placements, then `follow`.
-- 1f1b: each rank warms up with a number of Fs that its memory allows, then F and B take turns, then `follow`. Linear placements.
+- 1f1b: each rank warms up with a number of Fs that its memory allows, then F and B take turns, then `follow`. Linear
+  placements.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -39,7 +42,8 @@ def decode(problem: Problem, candidate: Candidate, *, keep: bool = False, cutoff
 
 
 def effort(problem: Problem, candidate: Candidate, letters: int) -> float:
-    """Work of one decoding, about in microseconds: what the search counts its budget in, so that it ends at the same point always.
+    """Work of one decoding, about in microseconds: what the search counts its budget in, so that it ends at the same point
+    always.
 
     letters: how many were decoded; the rest was planned only.
     """
@@ -55,9 +59,11 @@ def effort(problem: Problem, candidate: Candidate, letters: int) -> float:
 
 
 def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
-    """When the plan has node v of microbatch mb: a start per node, one period per microbatch, a quicker start and a quicker end.
+    """When the plan has node v of microbatch mb: a start per node, one period per microbatch, a quicker start and a
+    quicker end.
 
-    x = period (in busiest rank's work per microbatch), per leg the stretch of its hops, per turn a wait (in periods), then how many
+    x = period (in busiest rank's work per microbatch), per leg the stretch of its hops, per turn a wait (in periods), then
+    how many
     microbatches start quickly and at which pace, how many end quickly and at which pace. A leg is a run of num_ranks nodes.
     Starts rise along the nodes, so sorting a rank's actions by them can never deadlock.
     """
@@ -75,7 +81,7 @@ def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
     backward = [period * mb - (period - late_pace * unit) * max(0.0, mb - (m - late)) for mb in range(m)]
     keys = [[start + shift for shift in (forward if v < problem.num_stages else backward)] for v, start in enumerate(starts)]
     small = 1e-6 * period
-    for before, row in zip(keys, keys[1:], strict=False):
+    for before, row in itertools.pairwise(keys):
         for mb in range(m):
             row[mb] = max(row[mb], before[mb] + small)
     for row in keys:
@@ -216,7 +222,10 @@ def _model_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
         seconds=(1.0,) * stages + (b,) * stages,
         hop=(0.0,) * nodes,
         w_seconds=(w / problem.parts,) * stages,
-        room=tuple(max(room * share, sum(problem.memory[v] for v in own if v < stages)) for room, own in zip(problem.room, problem.nodes, strict=True)),
+        room=tuple(
+            max(room * share, sum(problem.memory[v] for v in own if v < stages))
+            for room, own in zip(problem.room, problem.nodes, strict=True)
+        ),
     )
     period = max(model.work) / m
     shift = [-depth * v + (head_start * problem.num_ranks if v >= stages else 0.0) for v in range(nodes)]
@@ -234,7 +243,7 @@ def _zb_v_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
 
 
 def _warm_up_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
-    """x[0]: warm-up of rank r is x[0] * (ranks behind it); every rank holds one block of stages, which it runs as one."""
+    """The warm-up of a rank is x[0] * (ranks behind it) + x[1]; every rank holds one block of stages, which it runs as one."""
     m, stages, p = problem.microbatches, problem.num_stages, problem.num_ranks
     words = []
     for own in problem.nodes:
@@ -244,7 +253,7 @@ def _warm_up_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
         held = sum(problem.memory[v] for v in f)
         room = problem.room[problem.placement[f[0]]]
         fit = m if held <= 0 or room == INF else int(room / held + 1e-9)
-        warm = max(0, min(round(x[0] * (p - 1 - depth)), fit - 1, m - 1))
+        warm = max(0, min(round(x[0] * (p - 1 - depth) + x[1]), fit - 1, m - 1))
         word = f * warm
         for mb in range(m):
             word += (f if warm + mb < m else []) + b
@@ -261,10 +270,17 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
     forth = tuple(range(p))
     out = []
     if placement == forth + forth[::-1]:
-        rules = [Rules(fill, 1.0, ahead) for fill in (1.0, 0.8, 0.6, 0.3) for ahead in (0, 2)]
+        rules = [Rules(fill, 1.0, ahead) for fill in (1.0, 0.6, 0.3) for ahead in (0, 2)]
         out += [Candidate("zb-v", (), r) for r in rules]
     if list(placement) == sorted(placement):
-        out += [Candidate("1f1b", (k,), Rules(fill, end)) for k in (1.0, 1.25, 1.5, 1.75, 2.0, 2.5) for fill, end in ((1.0, 1.0), (0.5, 1.0), (0.01, 0.01))]
-    model = ((0.6, 1.0, 0.5, 0.0, 0.05, 1.0), (0.8, 1.0, 0.5, 0.0, 0.05, 1.0), (0.6, 1.0, 0.5, 4.0, 0.05, 1.0), (1.0, 1.0, 0.5, 0.0, 0.05, 1.0))
+        warm_ups = [(k, more) for k in (1.0, 1.5, 2.0, 2.05, 2.1, 2.2) for more in (0.0, 0.5)]
+        rules = [Rules(fill, end, ahead) for fill, end in ((1.0, 1.0), (0.05, 0.3), (0.3, 0.3)) for ahead in (0, 2)]
+        out += [Candidate("1f1b", x, r) for x in warm_ups for r in rules]
+    model = (
+        (0.6, 1.0, 0.5, 0.0, 0.05, 1.0),
+        (0.8, 1.0, 0.5, 0.0, 0.05, 1.0),
+        (0.6, 1.0, 0.5, 4.0, 0.05, 1.0),
+        (1.0, 1.0, 0.5, 0.0, 0.05, 1.0),
+    )
     out += [Candidate("model", x, Rules(fill, 1.0, 0)) for x in model for fill in (0.6, 0.4)]
     return out

@@ -1,6 +1,7 @@
 """Placement search: which placement, among those that suit the stages, gives the smallest cost, and why.
 
-Stages are dealt out in consecutive blocks: linear (one block a rank), V and interleaved (two), zigzag and interleaved (four), as far as
+Stages are dealt out in consecutive blocks: linear (one block a rank), V and interleaved (two), zigzag and interleaved
+(four), as far as
 there are stages enough. Every one is searched briefly, the best two again with the full budget.
 """
 
@@ -32,7 +33,8 @@ def candidate_placements(num_stages: int, ranks: int) -> dict[str, tuple[int, ..
 def order_anywhere(
     microbatches: int, costs: CostModel, *, objective: str = "span", w_parts: int = 1, seconds: float = 4.0, seed: int = 0
 ) -> Solution:
-    """The best schedule over the candidate placements; `why` lists what each of them gave. Links and limits are those of `costs`."""
+    """The best schedule over the candidate placements; `why` lists what each of them gave. Links and limits are those of
+    `costs`."""
     ranks = len(costs.limit)
     places = candidate_placements(len(costs.stages), ranks)
     if not places:
@@ -42,7 +44,9 @@ def order_anywhere(
 
     def look(name: str, budget: float) -> None:
         try:
-            solution = order_auto(places[name], microbatches, costs, objective=objective, w_parts=w_parts, seconds=budget, seed=seed)
+            solution = order_auto(
+                places[name], microbatches, costs, objective=objective, w_parts=w_parts, seconds=budget, seed=seed
+            )
         except MemoryBudgetError as e:
             refused[name] = e
             return

@@ -1,11 +1,14 @@
 """What the schedulers search over: placement, microbatches and costs as flat lists, one entry per *node*.
 
-A microbatch visits 2S nodes in a row: F of stage 0..S-1 are nodes 0..S-1, B of stage S-1..0 are nodes S..2S-1. Each node runs its
-microbatches in order, so a rank's order of F and B is a *word*: a list of node numbers. W floats: it follows its B and feeds nobody.
+A microbatch visits 2S nodes in a row: F of stage 0..S-1 are nodes 0..S-1, B of stage S-1..0 are nodes S..2S-1. Each node
+runs its
+microbatches in order, so a rank's order of F and B is a *word*: a list of node numbers. W floats: it follows its B and
+feeds nobody.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +26,8 @@ Full = list[tuple[int, int]]  # (stage, 0 for F, 1 for B, 2 for a part of W) of 
 class Problem:
     """One instance. Per node: rank, stage, seconds, hop (seconds to the next node), memory (bytes that it adds).
 
-    room is the limit of each rank less the largest temporary; `reserve[f]` are the bytes of the later Fs of a microbatch on the rank
+    room is the limit of each rank less the largest temporary; `reserve[f]` are the bytes of the later Fs of a microbatch
+    on the rank
     of node f: an F may run only where they still fit, or the oldest microbatch could get stuck.
     """
 
@@ -95,7 +99,8 @@ def build_problem(placement: Sequence[int], microbatches: int, costs: CostModel,
 
 
 def smallest_limits(placement: Sequence[int], costs: CostModel) -> tuple[int, ...]:
-    """Bytes that each rank needs at least, for any schedule: one microbatch's Fs, then its Bs, each followed by its W at once."""
+    """Bytes that each rank needs at least, for any schedule: one microbatch's Fs, then its Bs, each followed by its W at
+    once."""
     needs = []
     for r in range(1 + max(placement)):
         own = [s for s, home in enumerate(placement) if home == r]
@@ -154,7 +159,11 @@ def _room(costs: CostModel, placement: Sequence[int], rank: int) -> float:
     if limit is None:
         return INF
     own = [costs.stages[s] for s, home in enumerate(placement) if home == rank]
-    over = [peak - max(change, 0) for c in own for peak, change in ((c.peak_F, c.bytes_F), (c.peak_B, c.bytes_B), (c.peak_W, c.bytes_W))]
+    over = [
+        peak - max(change, 0)
+        for c in own
+        for peak, change in ((c.peak_F, c.bytes_F), (c.peak_B, c.bytes_B), (c.peak_W, c.bytes_W))
+    ]
     return limit - max(0, *over)
 
 
@@ -171,7 +180,7 @@ def _reserve(nodes: Sequence[Sequence[int]], memory: Sequence[float], stages: in
 def _before(nodes: Sequence[Sequence[int]], count: int) -> tuple[int, ...]:
     before = [-1] * count
     for own in nodes:
-        for a, b in zip(own, own[1:], strict=False):
+        for a, b in itertools.pairwise(own):
             before[b] = a
     return tuple(before)
 
@@ -184,6 +193,11 @@ def _refuse_small_limits(problem: Problem, costs: CostModel) -> None:
     needs = smallest_limits(problem.placement, costs)
     taken = [costs.limit[r] or 0 for r in short]
     if all(limit >= needs[r] for r, limit in zip(short, taken, strict=True)):
-        needs = tuple(int(sum(problem.memory[v] for v in own if v < stages) + (costs.limit[r] or 0) - problem.room[r]) for r, own in enumerate(problem.nodes))
+        needs = tuple(
+            int(sum(problem.memory[v] for v in own if v < stages) + (costs.limit[r] or 0) - problem.room[r])
+            for r, own in enumerate(problem.nodes)
+        )
     listed = ", ".join(f"rank {r}: {needs[r]} bytes ({format_bytes(needs[r])}), its limit is {costs.limit[r]}" for r in short)
-    raise MemoryBudgetError(f"no schedule fits: one microbatch alone needs more than the limit. The smallest that would do: {listed}")
+    raise MemoryBudgetError(
+        f"no schedule fits: one microbatch alone needs more than the limit. The smallest that would do: {listed}"
+    )

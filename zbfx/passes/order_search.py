@@ -1,9 +1,10 @@
 """The automatic scheduler: the order of F, B and W with the smallest bubble that keeps every rank within its limit.
 
 Candidates of five families (order_patterns) are decoded on a shorter problem of 2.25 microbatches a rank, for what a pattern
-loses at its start and end does not depend on how long it goes on. The best are varied, those that remain are decoded in full, and
-single letters are moved next to idle gaps. The search stops at the lower bound or when its budget of work (counted, not timed) is spent: the same
-input gives the same schedule.
+loses at its start and end does not depend on how long it goes on. The best are varied, and those that remain are decoded
+in full.
+The search stops at the lower bound or when its budget of work (counted, not timed) is spent: the same input gives the same
+schedule.
 """
 
 from __future__ import annotations
@@ -84,13 +85,30 @@ def default_seconds(problem: Problem) -> float:
     return min(25.0, 2.0 * max(1.0, problem.num_ranks / 8) ** 1.65)
 
 
+def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
+    """The problem with fewer microbatches: 3 a rank (9/4 for many ranks), or as many more as it takes to lose no more than
+    in full.
+
+    A limit above what so few microbatches can fill would ask for another start and end than the full problem does.
+    """
+    m, p = problem.microbatches, problem.num_ranks
+    lost = bounds.of(objective) - max(problem.work)
+    short = max(4, 3 * p if p <= 8 else -(-9 * p // 4))
+    while short < m:
+        shorter = replace(problem, microbatches=short)
+        work = max(shorter.work)
+        if lower_bounds(shorter).of(objective) - work <= lost + 1e-3 * work / short:
+            return shorter
+        short += max(1, p // 2)
+    return problem
+
+
 class _Search:
     """State of one search: the short and the full problem, the budget left, the population (best first), the best in full."""
 
     def __init__(self, problem: Problem, objective: str, bounds: Bounds, seed: int, budget: float) -> None:
         self.full, self.objective, self.rng, self.budget = problem, objective, Random(seed), budget
-        short = 3 * problem.num_ranks if problem.num_ranks <= 8 else -(-9 * problem.num_ranks // 4)
-        self.short = replace(problem, microbatches=min(problem.microbatches, max(4, short)))
+        self.short = _shorten(problem, objective, bounds)
         self.bound = lower_bounds(self.short).of(objective)
         self.full_bound = bounds.of(objective)
         self.spent, self.tried = 0.0, 0
@@ -119,7 +137,8 @@ class _Search:
         return self.best is not None and self.best[0][0] <= self.full_bound * (1 + _CLOSE)
 
     def try_one(self, candidate: Candidate) -> None:
-        """Decodes and keeps the candidate if it is among the best. One at the short problem's bound is tried in full at once."""
+        """Decodes and keeps the candidate if it is among the best. One at the short problem's bound is tried in full at
+        once."""
         full = len(self.population) == _POPULATION
         cutoff = Cutoff(self.population[-1][0][0] if full else INF, self.objective == "makespan")
         outcome = decode(self.short, candidate, cutoff=cutoff)

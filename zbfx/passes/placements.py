@@ -1,6 +1,7 @@
 """Placements by name: which rank holds each stage. p ranks, v stages a rank.
 
-linear: blocks in order; interleaved: 0..p-1 again and again; v: 0..p-1..0; zigzag: v, then v again (4 stages a rank, or any even number).
+linear: blocks in order; interleaved: 0..p-1 again and again; v: 0..p-1..0; zigzag: v, then v again (4 stages a rank, or
+any even number).
 """
 
 from __future__ import annotations
