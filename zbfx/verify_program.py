@@ -74,6 +74,11 @@ def _verify_messages(programs: Sequence[Program]) -> None:
         missing = [v for v in ("post", "recv", "send", "sent") if (v, name) not in at]
         if missing:
             raise VerifyError(f"message {name} has no {', no '.join(missing)}")
+        for begin, end in (("post", "recv"), ("send", "sent")):
+            (rank, start), (other, stop) = at[begin, name], at[end, name]
+            if rank != other or stop < start:
+                program = next(p for p in programs if p.rank == other)
+                raise VerifyError(f"{end} of {name} needs its {begin} before it, on the same rank\n{show(program, stop)}")
         graph.add_edge(at["post", name], at["send", name])
         graph.add_edge(at["send", name], at["recv", name])
     for (verb, source, target), names in edges.items():

@@ -1,7 +1,8 @@
 """Captured graph -> stages: where to cut, and each stage's own graph.
 
 Cuts fall anywhere between two nodes of the graph's line. A cut is not allowed where a value would be torn: between the
-birth of a storage and the last in-place write into it, or between an operator with several outputs and their last use.
+birth of a storage and the last in-place write into it, between an operator with several outputs and their last use, or where
+the terms of a gradient would be added in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 from zbfx.errors import PartitionError
 from zbfx.ir import Captured, Forward, Link, outputs_of
 from zbfx.passes.balance import best_cuts
-from zbfx.passes.replicate import bases, replicated, written_storages
+from zbfx.passes.replicate import bases, regrouped_sums, replicated, written_storages
 
 # What the backward adds to a forward second: a gradient of the input and one of the weights, each as long as the forward.
 _WITH_BACKWARD = 3.0
@@ -137,6 +138,9 @@ def _forbid(captured: Captured, line: _Line, written: dict[int, list[fx.Node]]) 
     for node, end in line.last_use.items():
         if not isinstance(node.meta["val"], torch.Tensor):
             keep_together(line.place[node], end)
+    for users in regrouped_sums(line.base):
+        places = [line.place[u] for u in users if u in line.place and u.meta["grad"]]
+        keep_together(min(places, default=0), max(places, default=0))
     depth, line.allowed = 0, [False] * (len(line.nodes) + 1)
     for cut in range(1, len(line.nodes)):
         depth += torn[cut]
