@@ -76,11 +76,14 @@ class CostModel:
     """What a scheduler needs to know: per-stage costs, seconds of a message between two ranks, bytes limit per rank.
 
     comm[a][b] is the seconds of one message from rank a to rank b (0 on the diagonal); limit[r] is in bytes, None = no limit.
+    Where the messages differ in size, edge_bytes[s] (bytes between stages s and s + 1, either way) and links[a][b] replace comm.
     """
 
     stages: tuple[Cost, ...]
     comm: tuple[tuple[float, ...], ...]
     limit: tuple[int | None, ...]
+    edge_bytes: tuple[int, ...] = ()
+    links: tuple[tuple[Link, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

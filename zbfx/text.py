@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from zbfx.errors import InputError, ScheduleError
-from zbfx.ir import Action, Cost, CostModel, Kind, Schedule, Solution
+from zbfx.ir import Action, Cost, CostModel, Kind, Link, Schedule, Solution
 
 FORMAT = "zbfx-schedule/1"
 KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
@@ -116,7 +116,11 @@ def costs_from_json(text: str, where: str = "costs") -> CostModel | None:
     ranks = _count_ranks(fields, where)
     table = zip(*columns, *signed, strict=True)
     rows = tuple(Cost(float(f), float(b), float(w), *map(int, counts)) for f, b, w, *counts in table)
-    return CostModel(rows, _comm(times.get("comm", 0), ranks, where), _limits(fields.get("limit"), ranks, where))
+    limits = _limits(fields.get("limit"), ranks, where)
+    edges = tuple(_ints(fields, "edge_bytes", where)) if "links" in fields else ()
+    return CostModel(
+        rows, _comm(times.get("comm", 0), ranks, where), limits, edges, _links(fields.get("links", []), ranks, where)
+    )
 
 
 def costs_to_dict(costs: CostModel) -> dict[str, Any]:
@@ -127,6 +131,9 @@ def costs_to_dict(costs: CostModel) -> dict[str, Any]:
         "limit": list(costs.limit),
     }
     fields["costs"]["comm"] = [list(row) for row in costs.comm]
+    if costs.links:
+        fields["edge_bytes"] = list(costs.edge_bytes)
+        fields["links"] = [[[link.latency, link.bandwidth] for link in row] for row in costs.links]
     temporary = {kind: [getattr(stage, f"peak_{kind}") for stage in costs.stages] for kind in ("F", "B", "W")}
     if any(any(column) for column in temporary.values()):
         fields["temporary_bytes"] = temporary
@@ -216,6 +223,16 @@ def _comm(value: object, ranks: int, where: str) -> tuple[tuple[float, ...], ...
     if not isinstance(value, list) or len(value) != ranks or any(not isinstance(row, list) or len(row) != ranks for row in value):
         raise ScheduleError(f"{where}: costs.comm must be a number or a {ranks} x {ranks} matrix, found {value!r}")
     return tuple(tuple(float(x) for x in _numbers({"comm": row}, "comm", where)) for row in value)
+
+
+def _links(value: object, ranks: int, where: str) -> tuple[tuple[Link, ...], ...]:
+    """A rank x rank matrix of [latency in seconds, bandwidth in bytes per second], or nothing."""
+    rows = value if isinstance(value, list) else None
+    shaped = rows is not None and all(isinstance(row, list) and len(row) == ranks for row in rows) and len(rows) in (0, ranks)
+    cells = [cell for row in rows for cell in row] if rows and shaped else []
+    if not shaped or not all(isinstance(c, list) and len(c) == 2 and type(c[0]) in (int, float) and c[1] > 0 for c in cells):
+        raise ScheduleError(f"{where}: links must be a {ranks} x {ranks} matrix of [latency, bandwidth], found {value!r}")
+    return tuple(tuple(Link(float(latency), float(bandwidth)) for latency, bandwidth in row) for row in rows or [])
 
 
 def _limits(value: object, ranks: int, where: str) -> tuple[int | None, ...]:

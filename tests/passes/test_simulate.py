@@ -1,16 +1,17 @@
 """The simulator: against a brute-force event simulation, by hand on small cases, memory, links, periods, and its speed."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbfx.errors import InputError, MemoryBudgetError, ScheduleError
-from zbfx.ir import Cost, CostModel, Schedule
+from zbfx.ir import Cost, CostModel, Link, Schedule
 from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.simulate import memory_curve, refuse_over_budget, simulate, steady_period
-from zbfx.text import parse_action
+from zbfx.text import costs_from_json, parse_action, schedule_to_json
 from zbfx.verify import dependencies
 
 times = st.sampled_from([0.0, 0.5, 1.0, 1.25, 3.0])
@@ -88,6 +89,15 @@ def test_links_carry_one_message_at_a_time_on_request() -> None:
     free = simulate(schedule, two_ranks(comm=4.0)).spans[1]
     queued = simulate(schedule, two_ranks(comm=4.0), serialize_links=True).spans[1]
     assert [s.start for s in free[:3]] == [5, 6, 7] and [s.start for s in queued[:3]] == [5, 9, 13]
+
+
+def test_links_take_their_latency_and_the_message_s_bytes() -> None:
+    link = Link(latency=0.5, bandwidth=4.0)
+    costs = replace(two_ranks(comm=9.0), edge_bytes=(6,), links=((link, link), (link, link)))
+    assert simulate(order_fixed("gpipe", (0, 1), 1), costs).spans[1][0].start == 1 + 0.5 + 6 / 4
+    assert costs_from_json(schedule_to_json(order_fixed("gpipe", (0, 1), 1), costs)) == costs
+    with pytest.raises(InputError, match="0 edges"):
+        simulate(order_fixed("gpipe", (0, 1), 1), replace(costs, edge_bytes=()))
 
 
 def test_over_budget_names_rank_and_excess() -> None:

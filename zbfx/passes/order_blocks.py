@@ -20,7 +20,8 @@ def merge_blocks(placement: Sequence[int], costs: CostModel) -> tuple[tuple[int,
         blocks = [placement[k : k + size] for k in range(0, stages, size)]
         if stages % size == 0 and all(len(set(block)) == 1 for block in blocks):
             merged = tuple(_merge(costs.stages[k : k + size]) for k in range(0, stages, size))
-            return tuple(block[0] for block in blocks), replace(costs, stages=merged), size
+            edges = costs.edge_bytes[size - 1 :: size]
+            return tuple(block[0] for block in blocks), replace(costs, stages=merged, edge_bytes=edges), size
     return tuple(placement), costs, 1
 
 

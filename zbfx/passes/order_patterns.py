@@ -4,7 +4,7 @@
 - priority: the same plan as priorities of `dispatch`. Best at about 1p, and wherever the plan does not fit exactly.
 - model: `dispatch` in a simplified world (F and B last 1, W its share, no messages), deepest node first; its words, then
   `follow`.
-- zb-v: the closed pattern for V placements, then `follow`.
+- zb-v, v-half, v-min: the closed patterns for V placements, then `follow`.
 - 1f1b: each rank warms up with a number of Fs that its memory allows, then F and B take turns, then `follow`. Linear
   placements.
 """
@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from zbfx.passes.order_chunks import zb_v
+from zbfx.ir import Action
+from zbfx.passes.order_chunks import v_half, v_min, zb_v
 from zbfx.passes.order_decode import NO_CUTOFF, Cutoff, Outcome, Rules, dispatch, follow
 from zbfx.passes.order_problem import INF, Problem, Word
 
@@ -236,9 +237,9 @@ def _model_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
     return [[s if kind == 0 else 2 * stages - 1 - s for s, kind in word if kind < 2] for word in found.words]
 
 
-def _zb_v_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
-    p, stages = problem.num_ranks, problem.num_stages
-    ranks = zb_v(p, 2, problem.microbatches)
+def _v_words(problem: Problem, build: Callable[[int, int, int], list[list[Action]]]) -> list[Word]:
+    stages = problem.num_stages
+    ranks = build(problem.num_ranks, 2, problem.microbatches)
     return [[a.stage if a.kind == "F" else 2 * stages - 1 - a.stage for a in rank if a.kind != "W"] for rank in ranks]
 
 
@@ -261,7 +262,13 @@ def _warm_up_words(problem: Problem, x: Sequence[float]) -> list[Word] | None:
     return words
 
 
-_WORDS = {"model": _model_words, "zb-v": _zb_v_words, "1f1b": _warm_up_words}
+_WORDS: dict[str, Callable[[Problem, Sequence[float]], list[Word] | None]] = {
+    "model": _model_words,
+    "zb-v": lambda problem, x: _v_words(problem, zb_v),
+    "v-half": lambda problem, x: _v_words(problem, v_half),
+    "v-min": lambda problem, x: _v_words(problem, v_min),
+    "1f1b": _warm_up_words,
+}
 
 
 def fixed_candidates(problem: Problem) -> list[Candidate]:
@@ -272,6 +279,8 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
     if placement == forth + forth[::-1]:
         rules = [Rules(fill, 1.0, ahead) for fill in (1.0, 0.6, 0.3) for ahead in (0, 2)]
         out += [Candidate("zb-v", (), r) for r in rules]
+        rules = [Rules(fill, 1.0, ahead) for fill in (1.0, 0.7, 0.4, 0.1) for ahead in (0, 2)]
+        out += [Candidate(name, (), r) for name in ("v-half", "v-min") for r in rules]
     if list(placement) == sorted(placement):
         warm_ups = [(k, more) for k in (1.0, 1.5, 2.0, 2.05, 2.1, 2.2) for more in (0.0, 0.5)]
         rules = [Rules(fill, end, ahead) for fill, end in ((1.0, 1.0), (0.05, 0.3), (0.3, 0.3)) for ahead in (0, 2)]

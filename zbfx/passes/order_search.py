@@ -1,6 +1,6 @@
 """The automatic scheduler: the order of F, B and W with the smallest bubble that keeps every rank within its limit.
 
-Candidates of five families (order_patterns) are decoded on a shorter problem of 2.25 microbatches a rank, for what a pattern
+Candidates of several families (order_patterns) are decoded on a shorter problem of 2.25 microbatches a rank, for what a pattern
 loses at its start and end does not depend on how long it goes on. The best are varied, and those that remain are decoded
 in full.
 The search stops at the lower bound or when its budget of work (counted, not timed) is spent: the same input gives the same

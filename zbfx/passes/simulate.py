@@ -74,7 +74,12 @@ def refuse_over_budget(schedule: Schedule, costs: CostModel) -> None:
 
 def hop_seconds(costs: CostModel, stage: int, source: int, target: int) -> float:
     """Seconds of the message from `stage` (an activation) or to it (a gradient) across the cut behind it; 0 on one rank."""
-    return 0.0 if source == target else costs.comm[source][target]
+    if source == target:
+        return 0.0
+    if not costs.links:
+        return costs.comm[source][target]
+    link = costs.links[source][target]
+    return link.latency + costs.edge_bytes[stage] / link.bandwidth
 
 
 def check_costs(schedule: Schedule, costs: CostModel) -> None:
@@ -85,6 +90,11 @@ def check_costs(schedule: Schedule, costs: CostModel) -> None:
         raise InputError(
             f"costs are for {len(costs.stages)} stages and {len(costs.limit)} ranks (comm {len(costs.comm)} rows),"
             f" the schedule has {schedule.num_stages} stages and {ranks} ranks"
+        )
+    if costs.links and (len(costs.links) != ranks or len(costs.edge_bytes) != schedule.num_stages - 1):
+        raise InputError(
+            f"links are for {len(costs.links)} ranks and {len(costs.edge_bytes)} edges between stages; with links, give one row per"
+            f" rank ({ranks}) and the bytes of each edge ({schedule.num_stages - 1})"
         )
     for stage, cost in enumerate(costs.stages):
         if not all(0 <= x < float("inf") for x in (cost.F, cost.B, cost.W)):

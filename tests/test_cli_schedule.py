@@ -1,0 +1,103 @@
+"""The verbs schedule and simulate, run as a user would: what they print, the JSON they write and read, and their errors."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from zbfx.cli_schedule import add_verbs
+from zbfx.errors import InputError, MemoryBudgetError, ZbfxError
+from zbfx.text import schedule_from_json, schedule_to_csv
+
+PROBLEM = "--ranks 4 --microbatches 8 --times 10,10,6 --comm 0.5 --bytes 400,-240,-160"
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZBFX_CACHE", "off")
+
+
+def zbfx(command: str) -> str:
+    parser = argparse.ArgumentParser()
+    add_verbs(parser.add_subparsers(required=True))
+    args = parser.parse_args(command.split())
+    out = io.StringIO()
+    assert args.run(args, Console(file=out, width=120)) == 0
+    return out.getvalue()
+
+
+def test_schedule_prints_and_writes(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    text = zbfx(f"schedule {PROBLEM} --limit 1.0p --placement v --seconds 0.05 --json {file}")
+    for part in ("rank 0", "bubble", "lower bound", "above the optimum", "peak 1.562 KiB", "found in"):
+        assert part in text
+    fields = json.loads(file.read_text())
+    names = {
+        "format",
+        "placement",
+        "microbatches",
+        "ranks",
+        "costs",
+        "bytes",
+        "limit",
+        "w_parts",
+        "objective",
+        "method",
+        "seconds",
+    }
+    assert names | {"predicted", "lower_bound"} <= fields.keys()
+    assert fields["limit"] == [1600] * 4 and fields["costs"]["F"] == [5.0] * 8 and fields["bytes"]["W"] == [-80] * 8
+    assert set(fields["predicted"]) == {"span", "makespan", "bubble_span", "bubble_makespan", "peak"}
+    assert fields["lower_bound"]["span"] <= fields["predicted"]["span"]
+    again = zbfx(f"simulate {file}")
+    assert f"{fields['predicted']['bubble_span']:.2%}" in again and "period without a barrier" in again
+
+
+def test_costs_from_a_file_and_a_searched_placement(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    stages = {"F": [1, 2, 1, 1], "B": [1, 2, 1, 1], "W": [1, 1, 1, 1], "comm": 0.1}
+    file.write_text(json.dumps({"costs": stages, "bytes": {"F": [9] * 4, "B": [-5] * 4, "W": [-4] * 4}}))
+    text = zbfx(f"schedule --ranks 2 --microbatches 4 --costs {file} --limit 60 --placement auto --seconds 0.05")
+    assert "placement " in text and "60 B" in text
+    assert "custom" in zbfx(f"schedule --ranks 2 --microbatches 4 --costs {file} --placement 0,1,1,1 --seconds 0.02")
+
+
+def test_csv_needs_costs(tmp_path: Path) -> None:
+    zbfx(f"schedule {PROBLEM} --method zb-h1 --json {tmp_path}/s.json")
+    schedule = schedule_from_json((tmp_path / "s.json").read_text())
+    (tmp_path / "s.csv").write_text(schedule_to_csv(schedule))
+    with pytest.raises(InputError, match="give them with --costs FILE"):
+        zbfx(f"simulate {tmp_path}/s.csv")
+    assert "bubble" in zbfx(f"simulate {tmp_path}/s.csv --costs {tmp_path}/s.json --serialize-links")
+
+
+def test_compare_shows_every_method() -> None:
+    text = zbfx(f"schedule {PROBLEM} --limit 1.0p --compare --seconds 0.02")
+    for name in ("gpipe", "1f1b", "zb-h2", "interleaved-1f1b", "zb-v", "v-min", "dualpipe-v", "zigzag"):
+        assert name in text
+    assert "over its limit" in text  # gpipe does not fit 1p, and says so
+
+
+@pytest.mark.parametrize(
+    "command, error",
+    [
+        ("schedule --microbatches 4 --times 1,1,1", "how many ranks"),
+        ("schedule --ranks 2 --microbatches 4", "what do F, B and W cost"),
+        ("schedule --ranks 2 --microbatches 4 --times 1,1", "expected three numbers"),
+        (f"schedule {PROBLEM} --limit 1.xp", "expected bytes, a size"),
+        (f"schedule {PROBLEM} --placement spiral", "expected linear"),
+        (f"schedule {PROBLEM} --method fastest", "no scheduling method"),
+        ("simulate /nowhere.json", "cannot read"),
+    ],
+)
+def test_errors(command: str, error: str) -> None:
+    with pytest.raises(ZbfxError, match=error):
+        zbfx(command)
+
+
+def test_a_limit_too_small_names_the_smallest() -> None:
+    with pytest.raises(MemoryBudgetError, match="rank 0: 400 bytes"):
+        zbfx(f"schedule {PROBLEM} --limit 300")
