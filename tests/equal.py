@@ -17,9 +17,7 @@ SAMPLES = 2  # of a microbatch
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 
 
-def case(
-    build: Callable[[], nn.Module], loss: Any, batch: Callable[[int, torch.Generator], Any], *, train: bool = True
-) -> Case:
+def case(build: Callable[[], nn.Module], loss: Any, batch: Callable[[int, torch.Generator], Any], *, train: bool = True) -> Case:
     """A Case of a model built from seed 0. batch(n, generator): its args (a tuple or one tensor), or (args, kwargs, target)."""
 
     def whole(n: int) -> Batch:

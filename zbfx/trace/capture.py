@@ -148,6 +148,7 @@ _HINTS = (
     ("nonzero", "avoid shapes that depend on values: use a mask and torch.where in place of boolean indexing"),
     ("numpy", "use torch operations in forward: numpy calls cannot be traced"),
     ("no part of the model", "make it a parameter of the model (or of a module in it), where it gets a gradient, or detach() it"),
+    ("not a known type", "have the model return tensors in tuples, lists and dicts (Hugging Face: pass use_cache=False)"),
     ("sparse", "use dense gradients and tensors (nn.Embedding(sparse=False))"),
     ("device", "put all parameters and inputs on one device"),
 )
@@ -374,7 +375,7 @@ class _Analyse(Replay):
             raise TraceError(f"the model cannot be traced at {n.meta.get('source')}: {n.target} failed: {error}") from error
         n.meta["val"] = result
         n.meta["seconds"] = self.meter.seconds - before
-        tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        tensors = _tensors(result)
         n.meta["grad"] = any(t.requires_grad for t in tensors)
         n.meta["storage"] = frozenset(t.untyped_storage()._cdata for t in tensors)
         return result
@@ -388,3 +389,10 @@ def _analyse(graph: fx.Graph, profile: Device) -> None:
     meter = Meter(profile)
     with mode, torch.enable_grad(), meter:
         _Analyse(graph, meter).run(*inputs)
+        for node in graph.nodes:  # a tensor made without grad has it once a value with grad is written into it
+            if node.op == "call_function":
+                node.meta["grad"] |= any(t.grad_fn is not None for t in _tensors(node.meta["val"]))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

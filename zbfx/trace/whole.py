@@ -60,7 +60,8 @@ class _Own(TorchFunctionMode):
     """Refuses tensors from outside the model that require grad: a trace takes them for constants, without a gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        reads = func is torch.Tensor.detach or getattr(func, "__name__", "") == "__get__" or not torch.is_grad_enabled()
+        for leaf in () if reads else pytree.tree_leaves((args, kwargs)):
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.is_leaf and leaf.requires_grad:
                 raise RuntimeError(
                     f"a parameter of shape {list(leaf.shape)} that is no part of the model is used: it would get no gradient"
