@@ -292,4 +292,11 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
         (1.0, 1.0, 0.5, 0.0, 0.05, 1.0),
     )
     out += [Candidate("model", x, Rules(fill, 1.0, 0)) for x in model for fill in (0.6, 0.4)]
+    legs, period = count_legs(problem), max(problem.work) / problem.microbatches
+    full = max(1.0, min(4.0, _stretch_that_fills(problem, period)))
+    for share in (1.0, 0.9):
+        plan = (1.0,) + (full * share,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5)
+        for lead, patience in ((0.5, 0.5), (1.0, 1.0), (0.0, 1.0)):
+            for fill in (0.1, 0.5):
+                out.append(Candidate("priority", plan, Rules(fill, 1.0, lead=lead * period, patience=patience)))
     return out

@@ -38,7 +38,7 @@ from zbfx.passes.simulate import refuse_over_budget, simulate
 from zbfx.verify import verify_schedule
 
 OBJECTIVES = ("span", "makespan")
-_POPULATION = 10
+_POPULATION = 6
 _FINALISTS = 6
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
@@ -81,8 +81,8 @@ def solution_of(
 
 
 def default_seconds(problem: Problem) -> float:
-    """2 seconds up to 8 ranks, 6.5 for 16, 20 for 32, never more than 25."""
-    return min(25.0, 2.0 * max(1.0, problem.num_ranks / 8) ** 1.65)
+    """2.3 seconds up to 8 ranks, 7 for 16, 21 for 32, never more than 25."""
+    return min(25.0, 2.3 * max(1.0, problem.num_ranks / 8) ** 1.6)
 
 
 def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
@@ -119,7 +119,7 @@ class _Search:
         """(family that won, its outcome on the full problem with words)."""
         for candidate in fixed_candidates(self.short):
             self.try_one(candidate)
-        while self.spent < 0.35 * self.budget and not self.reached():
+        while self.spent < 0.3 * self.budget and not self.reached():
             self.try_one(self.sample())
         while self.spent < 0.92 * self.budget and not self.reached():
             self.try_one(self.vary())

@@ -93,8 +93,8 @@ def check_costs(schedule: Schedule, costs: CostModel) -> None:
         )
     if costs.links and (len(costs.links) != ranks or len(costs.edge_bytes) != schedule.num_stages - 1):
         raise InputError(
-            f"links are for {len(costs.links)} ranks and {len(costs.edge_bytes)} edges between stages; with links, give one row per"
-            f" rank ({ranks}) and the bytes of each edge ({schedule.num_stages - 1})"
+            f"links are for {len(costs.links)} ranks and {len(costs.edge_bytes)} edges between stages;"
+            f" give one row per rank ({ranks}) and the bytes of each edge ({schedule.num_stages - 1})"
         )
     for stage, cost in enumerate(costs.stages):
         if not all(0 <= x < float("inf") for x in (cost.F, cost.B, cost.W)):
