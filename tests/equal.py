@@ -79,15 +79,18 @@ def step(case: Case, pipe: zbfx.Pipeline, microbatches: int = 2) -> torch.Tensor
     return pipe.step(*args, target=target, **kwargs)
 
 
-def wrong(case: Case, wanted: Result, stages: Sequence[int] = (2, 4), microbatches: int = 2, **options: Any) -> Mapping[int, Any]:
-    """Stages -> what is not bitwise `wanted`, or holds other bytes than predicted; empty where all is equal."""
+def wrong(
+    case: Case, wanted: Result, stages: Sequence[int] = (2, 4), microbatches: int = 2, *, memory: bool = True, **options: Any
+) -> Mapping[int, Any]:
+    """Stages -> what is not bitwise `wanted`, or (memory) holds other bytes than predicted; empty where all is equal."""
     found = {}
     for count in stages:
         model, pipe = pipe_for(case, count, microbatches, **options)
         pipe.watch(times=False, memory=True)
         loss = step(case, pipe, microbatches)
         found[count] = differences(model, loss, wanted)
-        found[count] += memory_differences(pipe.plan, pipe.observed, range(len(pipe.plan.programs)))
+        if memory:
+            found[count] += memory_differences(pipe.plan, pipe.observed, range(len(pipe.plan.programs)))
     return {count: differ for count, differ in found.items() if differ}
 
 

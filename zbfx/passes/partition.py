@@ -64,7 +64,7 @@ def partition(
         pinned = tuple(_pin(line, name) for name in pins)
         cuts = best_cuts(work, cross, line.allowed, num_stages, pinned=pinned)
     ends = [0, *cuts, len(line.nodes)]
-    return tuple(_stage(captured, line, k, a, b) for k, (a, b) in enumerate(pairwise(ends)))
+    return tuple(_stage(captured, line, k, a, b, last=k == len(cuts)) for k, (a, b) in enumerate(pairwise(ends)))
 
 
 def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
@@ -190,9 +190,8 @@ def _pin(line: _Line, name: str) -> int:
 # ---------------------------------------------------------------- a stage's own graph
 
 
-def _stage(captured: Captured, line: _Line, index: int, start: int, end: int) -> Forward:
+def _stage(captured: Captured, line: _Line, index: int, start: int, end: int, *, last: bool) -> Forward:
     inputs = line.crossing(start)
-    last = end == len(line.nodes)
     outputs = list(outputs_of(captured.graph)) if last else line.crossing(end)
     needed = _needed(line, line.nodes[start:end], outputs, set(inputs))
     order = [n for n in captured.graph.nodes if n in needed]

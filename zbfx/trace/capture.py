@@ -141,9 +141,10 @@ def _refuse_symbols(module: fx.GraphModule) -> None:
 
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_BRANCH = "use torch.where in place of a Python branch on a tensor's values, and masks in place of boolean indexing"
 _HINTS = (
-    ("data-dependent", "use torch.where in place of a Python branch on a tensor's values"),
-    ("guard on", "use torch.where in place of a Python branch on a tensor's values"),
+    ("data-dependent", _BRANCH),
+    ("guard on", _BRANCH),
     (".item()", "keep the value a tensor; .item() has no value while tracing"),
     ("nonzero", "avoid shapes that depend on values: use a mask and torch.where in place of boolean indexing"),
     ("numpy", "use torch operations in forward: numpy calls cannot be traced"),

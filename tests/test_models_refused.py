@@ -1,0 +1,163 @@
+"""What cannot be taken is refused before anything runs: with the line of the user's code, and the way out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import zbfx
+from tests.equal import case, pipe_for
+from tests.test_models_weights import WIDTH, Chain, mse, vectors
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Branch(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if y.sum() > 0:  # the line
+            y = y * 2
+        return self.b(y)
+
+
+class Item(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y / y.abs().max().item())  # the line
+
+
+class Select(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y) * y[y[:, 0] > 0].sum()  # the line
+
+
+class Loop(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for _ in range(int(y.sum())):  # the line
+            y = self.b(y)
+        return y
+
+
+class Numpy(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y + torch.from_numpy(numpy.tanh(y.detach().numpy())))  # the line
+
+
+class Cond(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: self.a(v), lambda v: self.b(v), (x,))  # the line
+
+
+class InputChanged(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)  # the line
+        return self.b(self.a(x))
+
+
+class ParameterChanged(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.a.weight.mul_(0.9)  # the line
+        return self.b(self.a(x))
+
+
+class Renormed(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(9, WIDTH, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x + self.e(torch.zeros(len(x), dtype=torch.long))))  # the line
+
+
+REFUSED = [
+    (Branch, zbfx.TraceError, "use torch.where in place of a Python branch"),
+    (Item, zbfx.TraceError, r"no \.item\(\)"),
+    (Select, zbfx.TraceError, "use masks and torch.where|in place of boolean indexing"),
+    (Loop, zbfx.TraceError, "what to do: "),
+    (Numpy, zbfx.TraceError, "numpy calls cannot be traced|what to do: "),
+    (Cond, zbfx.TraceError, "write the branch with torch.where"),
+    (InputChanged, zbfx.InputError, r"an input, in place. Work on a copy: .* or \.clone\(\) first"),
+    (ParameterChanged, zbfx.InputError, "'a.weight', a parameter, in place. Work on a copy"),
+    (Renormed, zbfx.InputError, "'e.weight', a parameter, in place"),
+]
+
+
+def line_of(model: type[nn.Module]) -> str:
+    source, start = inspect.getsourcelines(model)
+    return f"test_models_refused.py:{start + next(i for i, s in enumerate(source) if '# the line' in s)}"
+
+
+@pytest.mark.parametrize("model, error, way_out", REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_refused_with_line_and_way_out(model: type[nn.Module], error: type[Exception], way_out: str) -> None:
+    of = case(model, mse, vectors)
+    ours = of.fresh()
+    before = {n: v.clone() for n, v in ours.state_dict().items()}
+    with pytest.raises(error, match=way_out) as e:
+        pipe_for(of, 2, model=ours)
+    assert line_of(model) in str(e.value)
+    assert all(torch.equal(v, before[n]) for n, v in ours.state_dict().items())
+
+
+def test_sparse_gradients_are_refused() -> None:
+    class Sparse(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e = nn.Embedding(9, WIDTH, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(self.e(ids))).square().mean()
+
+    of = case(Sparse, None, lambda n, g: torch.randint(0, 9, (n,), generator=g))
+    with pytest.raises(zbfx.TraceError, match=r"e_weight is sparse, .*nn.Embedding\(sparse=False\)"):
+        pipe_for(of, 2)
+
+
+def test_more_stages_than_the_graph_gives() -> None:
+    with pytest.raises(zbfx.PartitionError, match=r"num_stages=99, .* at most (\d+) stages: pass num_stages=\1 or fewer"):
+        pipe_for(case(Chain, mse, vectors), 99)
+
+
+def test_a_loss_with_state_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1.0)  # the line
+            return mse(out, target)
+
+    with pytest.raises(zbfx.InputError, match="in place") as e:
+        pipe_for(case(Chain, Counting(), vectors), 2)
+    assert line_of(Counting) in str(e.value)
+
+
+def test_a_function_without_tensors_is_refused() -> None:
+    class Odd(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> Any:
+            return x * 1.0, 3
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0]
+
+    class Uses(Two):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(Odd.apply(self.a(x))[0])
+
+    with pytest.raises(zbfx.TraceError, match="a custom autograd function must return tensors to be split"):
+        pipe_for(case(Uses, mse, vectors), 2)
