@@ -142,6 +142,11 @@ def mutate_plan(problem: Problem, x: Sequence[float], rng: Random) -> tuple[floa
     return tuple(y)
 
 
+def is_scarce(problem: Problem) -> bool:
+    """Whether memory is so tight that hops can hardly wait: there a plan kept strictly does better than priorities."""
+    return _stretch_that_fills(problem, max(problem.work) / problem.microbatches) < 1.7
+
+
 def _stretch_that_fills(problem: Problem, unit: float) -> float:
     """By how much all hops may be longer than they are for the activations in flight to fill the tightest rank's memory."""
     stages = problem.num_stages
@@ -294,6 +299,9 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
     out += [Candidate("model", x, Rules(fill, 1.0, 0)) for x in model for fill in (0.6, 0.4)]
     legs, period = count_legs(problem), max(problem.work) / problem.microbatches
     full = max(1.0, min(4.0, _stretch_that_fills(problem, period)))
+    if is_scarce(problem):
+        plan = (1.0,) + (1.0,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5)
+        return out + [Candidate("pattern", plan, Rules(fill, end)) for fill in (0.6, 0.9) for end in (0.3, 1.0)]
     for share in (1.0, 0.9):
         plan = (1.0,) + (full * share,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5)
         for lead, patience in ((0.5, 0.5), (1.0, 1.0), (0.0, 1.0)):

@@ -25,6 +25,7 @@ from zbfx.passes.order_patterns import (
     decode,
     effort,
     fixed_candidates,
+    is_scarce,
     mutate_model,
     mutate_plan,
     mutate_rules,
@@ -111,6 +112,7 @@ class _Search:
         self.short = _shorten(problem, objective, bounds)
         self.bound = lower_bounds(self.short).of(objective)
         self.full_bound = bounds.of(objective)
+        self.scarce = is_scarce(self.short)
         self.spent, self.tried = 0.0, 0
         self.population: list[Scored] = []
         self.best: tuple[tuple[float, float], Candidate] | None = None
@@ -166,7 +168,8 @@ class _Search:
 
     def sample(self) -> Candidate:
         """A candidate drawn at random."""
-        family = self.rng.choices(("pattern", "priority", "model"), (5, 4, 1))[0]
+        weights = (9, 1, 0.3) if self.scarce else (3, 6, 1)
+        family = self.rng.choices(("pattern", "priority", "model"), weights)[0]
         x = sample_model(self.rng) if family == "model" else sample_plan(self.short, self.rng)
         return Candidate(family, x, self.scaled(sample_rules(family, self.rng)))
 
