@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,11 +27,16 @@ class Holdings:
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer by the user's name."""
         module, _, leaf = name.rpartition(".")
-        owner = self.model.get_submodule(module)
-        found: torch.Tensor | None = owner._parameters.get(leaf)
-        found = owner._buffers.get(leaf) if found is None else found
+        found: torch.Tensor | None = None
+        with suppress(AttributeError):  # no such module
+            owner = self.model.get_submodule(module)
+            found = owner._parameters.get(leaf)
+            found = owner._buffers.get(leaf) if found is None else found
         if found is None:
-            raise InputError(f"the model has no parameter or buffer {name!r}: was it changed after compiling?")
+            raise InputError(
+                f"the model has no parameter or buffer {name!r}: is the plan for another model, "
+                "or was the model changed after compiling?"
+            )
         return found
 
     def settle(self, parameters: Sequence[str], buffers: Sequence[str]) -> None:

@@ -160,7 +160,7 @@ def test_refuses_a_buffer_overwritten_while_alive(programs: tuple[Program, ...])
         n = place(instrs, "compute", "0F1")
         instrs[n] = replace(instrs[n], writes=tuple(w.replace("_1", "_0") for w in instrs[n].writes))
 
-    with pytest.raises(VerifyError, match="is overwritten while alive\n(.|\n)*-->.*compute 0F1"):
+    with pytest.raises(VerifyError, match=r"is overwritten while alive\n(.|\n)*-->.*compute 0F1"):
         verify_programs(edited(programs, 0, change))
 
 
@@ -205,7 +205,7 @@ def test_refuses_a_deadlock_and_names_the_circle(programs: tuple[Program, ...]) 
             instrs.append(instrs.pop(place(instrs, verb, "1F2")))
 
     sends_first = edited(late, 0, send_last)
-    with pytest.raises(VerifyError, match="the programs deadlock: each of these waits for the next\nrank (.|\n)*rank") as e:
+    with pytest.raises(VerifyError, match=r"the programs deadlock: each of these waits for the next\nrank (.|\n)*rank") as e:
         verify_programs(sends_first)
     assert not run_with_rendezvous(sends_first)
     assert "1F2" in str(e.value)

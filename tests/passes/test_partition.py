@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
+import zbfx
+from tests.models import Case
 from tests.passes.graphs import LINK, TRACED, RandomNet, captured_of, cut, most_stages, random_nets
+from tests.reference import Reference, differences
 from zbfx.errors import InputError, PartitionError
 from zbfx.ir import Captured, Forward, outputs_of
 from zbfx.passes.partition import cuts_for_owners
@@ -122,6 +125,47 @@ def test_a_value_is_never_cut_from_its_last_in_place_write() -> None:
     for forwards in (cut(captured, n) for n in range(1, most_stages(captured) + 1)):
         homes = {n.name: f.index for f in forwards for n in f.graph.nodes if n.op == "call_function"}
         assert homes["linear"] == homes["mul_"]
+
+
+@pytest.mark.parametrize(
+    "kinds, skips, seed, num_stages",
+    [(("norm", "chunk"), (3, 1), 2, 2), (("norm", "linear", "scale", "chunk", "shared"), (0, 3, 0, 0, 2), 1, 4)],
+)
+def test_gradients_through_views_are_added_in_the_same_order(
+    kinds: tuple[str, ...], skips: tuple[int, ...], seed: int, num_stages: int
+) -> None:
+    """Three terms, one through a chunk that two stages would take: a cut between them changed the last bit of the sum."""
+    torch.manual_seed(seed)
+    case = Case(RandomNet(kinds, skips).train(), own_loss, rows)
+    model = case.fresh()
+    pipe = zbfx.compile(model, num_stages, loss=own_loss, microbatches=1)
+    assert differences(model, pipe.step(*rows(4)[0]), Reference(case, 4).step(1)) == []
+
+
+def own_loss(output: torch.Tensor, target: Any) -> torch.Tensor:
+    return output
+
+
+def rows(n: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    return (torch.randn(n, 6, generator=torch.Generator().manual_seed(n)),), {}, None
+
+
+def test_views_of_one_chunk_do_not_keep_their_users_together() -> None:
+    """Pieces do not overlap, so a cut may fall between the users of different ones."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 18), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b, c = self.a(x).chunk(3, dim=1)
+            return (self.b(torch.tanh(a)) * torch.tanh(b) + c).square().mean()
+
+    captured = captured_of(Gated(), torch.randn(4, 6))
+    names = [n.name for n in captured.graph.nodes if n.op == "call_function"]
+    starts = {names[f.start] for f in cut(captured, most_stages(captured))}
+    assert {"linear_1", "tanh_1", "mul", "add"} <= starts
 
 
 class Skip(nn.Module):

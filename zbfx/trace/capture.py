@@ -31,6 +31,7 @@ from zbfx.trace.estimate import Device, Meter, device_profile
 from zbfx.trace.regions import REGION, observed
 from zbfx.trace.replay import Context, Replay
 from zbfx.trace.whole import Loss, Whole
+from zbfx.trace.whole import __file__ as whole_file
 
 _PREFIX = "model."
 
@@ -348,6 +349,8 @@ def _source(node: fx.Node) -> str:
     """file:line of the innermost frame of the user's own code (of any code, if there is none)."""
     frames = _USER_FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f for f in frames if not _is_library(f[0])] or frames
+    if own and own[-1][0] == whole_file:
+        return "loss"  # torch keeps the frames of forward methods alone, and the loss function has none
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 
 
