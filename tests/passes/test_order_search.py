@@ -140,7 +140,7 @@ def test_bounds_by_hand() -> None:
     loose = lower_bounds(build_problem((0, 1), 4, CostModel((cost,) * 2, ((0, 0), (0, 0)), (None, None))))
     assert (loose.span, loose.makespan) == (12, 13)  # rank 1 cannot begin before 1
     tight = lower_bounds(build_problem((0, 1), 4, CostModel((cost,) * 2, ((0, 0), (0, 0)), (2, 2))))
-    assert tight.span == 4 * (4 + 1)  # one activation at a time: F, F, B, B, W of each microbatch, one after the other
+    assert tight.span == 4 * (2 * 4 + 1 * 1) / 2  # bytes times seconds of rank 0's round trips and Ws, over its 2 bytes
 
 
 @pytest.mark.parametrize(

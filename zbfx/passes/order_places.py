@@ -2,7 +2,7 @@
 
 Stages are dealt out in consecutive blocks: linear (one block a rank), V and interleaved (two), zigzag and interleaved
 (four), as far as
-there are stages enough. Every one is searched briefly, the best two again with the full budget.
+there are stages enough. Every one is searched briefly, the best three again with the full budget.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from zbfx.passes.order_search import order_auto
 from zbfx.passes.placements import build_placement
 
 _SHAPES = (("linear", 1), ("v", 2), ("zigzag", 4), ("interleaved", 2), ("interleaved", 4))
-_BRIEF = 0.2  # share of the budget for the first look
-_FULL = 2  # placements that get the whole budget
+_BRIEF = 0.3  # share of the budget for the first look
+_FULL = 3  # placements that get the whole budget
 
 
 def candidate_placements(num_stages: int, ranks: int) -> dict[str, tuple[int, ...]]:
