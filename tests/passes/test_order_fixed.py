@@ -13,7 +13,7 @@ from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.simulate import simulate
 from zbfx.verify import verify_schedule
 
-NAMES = ("gpipe", "1f1b", "zb-h1")
+NAMES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
 def uniform(
@@ -43,12 +43,13 @@ def test_memory_formulas() -> None:
     assert peak["gpipe"] == (m * 10,) * p
     assert peak["1f1b"] == tuple((p - i) * 10 for i in range(p))
     assert peak["zb-h1"] == tuple((p - i) * 10 + i * 4 for i in range(p))
+    assert peak["zb-h2"] == tuple((2 * (p - i) - 1) * 10 + 2 * i * 4 for i in range(p))
 
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "paper_rows.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("name, column", [("1f1b", "1F1B"), ("zb-h1", "ZB-H1")])
+@pytest.mark.parametrize("name, column", [("1f1b", "1F1B"), ("zb-h1", "ZB-H1"), ("zb-h2", "ZB-H2")])
 def test_paper_rates_to_four_decimals(name: str, column: str) -> None:
     for row in ROWS:
         p = row["ranks"]
@@ -58,7 +59,7 @@ def test_paper_rates_to_four_decimals(name: str, column: str) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InputError, match="1f1b, gpipe, zb-h1"):
+    with pytest.raises(InputError, match="gpipe, 1f1b, zb-h1, zb-h2, interleaved-1f1b"):
         order_fixed("1f2b", (0, 1), 2)
     with pytest.raises(InputError, match="at least one"):
         order_fixed("gpipe", (0, 1), 0)
