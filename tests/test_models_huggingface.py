@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import zbfx
 from tests.equal import SAMPLES, exported, largest, pipe_for, step
 from tests.families import FAMILIES
+from tests.models import Case
 from tests.reference import differences, memory_differences
 
 # The parameters that two stages share, by class: bitwise equal everywhere else.
@@ -45,9 +47,12 @@ def test_hidden_states_among_the_outputs() -> None:
     model, pipe = pipe_for(case, 3)
     with_states = pipe.step(*args, **kwargs, output_hidden_states=True)
     assert torch.equal(with_states, step(case, pipe))
-    got = pipe.predict(*args, attention_mask=kwargs["attention_mask"], output_hidden_states=True)
+    more = {"attention_mask": kwargs["attention_mask"], "output_hidden_states": True}
+    with pytest.raises(zbfx.TraceError, match=r"DynamicCache(?s:.*)pass use_cache=False"):
+        pipe.predict(*args, **more)
+    got = pipe.predict(*args, **more, use_cache=False)
     with torch.no_grad():
-        wanted = model.eval()(*args, attention_mask=kwargs["attention_mask"], output_hidden_states=True)
+        wanted = model.eval()(*args, **more, use_cache=False)
     assert len(got.hidden_states) == len(wanted.hidden_states) == 3
     for a, b in zip([got.logits, *got.hidden_states], [wanted.logits, *wanted.hidden_states], strict=True):
         torch.testing.assert_close(a, b)
@@ -55,19 +60,13 @@ def test_hidden_states_among_the_outputs() -> None:
 
 def test_a_loss_function_in_place_of_labels() -> None:
     case = FAMILIES["Qwen3ForCausalLM"]()
-    args, kwargs, _ = case.batch(2 * SAMPLES)
+    _, kwargs, _ = case.batch(2 * SAMPLES)
     ids = kwargs["input_ids"]
 
     def loss(output: object, target: torch.Tensor) -> torch.Tensor:
         logits = output.logits[:, :-1]  # type: ignore[attr-defined]
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1)
 
-    from tests.models import Case
-
     own = Case(case.model, loss, lambda n: ((case.batch(n)[1]["input_ids"],), {}, case.batch(n)[1]["input_ids"]))
     model, pipe = pipe_for(own, 3)
-    assert differences(model, pipe.step(ids, target=ids), exported_with(own)) == []
-
-
-def exported_with(own):  # type: ignore[no-untyped-def]
-    return exported(own, 2)
+    assert differences(model, pipe.step(ids, target=ids), exported(own, 2)) == []

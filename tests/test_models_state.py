@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ class ResNet(nn.Module):
         wide = [4, 4, 8]
         self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
         self.first, self.second, self.norms, self.skips = (nn.ModuleList() for _ in range(4))
-        for i, o in zip(wide, wide[1:], strict=False):
+        for i, o in pairwise(wide):
             self.first.append(nn.Conv2d(i, o, 3, o // i, 1, bias=False))
             self.second.append(nn.Conv2d(o, o, 3, 1, 1, bias=False))
             self.norms.append(nn.ModuleList([nn.BatchNorm2d(o), nn.BatchNorm2d(o)]))
