@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from zbfx.errors import InputError
 from zbfx.ir import Action, CostModel, Schedule
+from zbfx.passes.order_any import order_any
 from zbfx.passes.order_fixed import block_placement, order_fixed
-from zbfx.passes.order_search import order_auto
 from zbfx.passes.placements import NAMES, build_placement
 from zbfx.verify import verify_schedule
 
@@ -68,7 +68,7 @@ def order(
         if any(a.part is not None for rank in schedule.ranks for a in rank):
             raise InputError("the schedule has W in parts (0W0.1): a stage's W is one function here; give whole Ws (0W0)")
     elif schedule == "auto":
-        schedule = order_auto(placement, microbatches, costs, objective=objective).schedule
+        schedule = order_any("auto", placement, microbatches, costs, objective=objective).schedule
     else:
         schedule = order_fixed(schedule, placement, microbatches, costs=costs)
     return verify_schedule(schedule)
