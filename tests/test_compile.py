@@ -219,7 +219,7 @@ def test_reduction_sum() -> None:
         ({"reduction": "max"}, "reduction='max': choose one of"),
         ({"microbatches": 0}, "microbatches=0: a step needs at least 1"),
         ({"num_stages": 0}, "num_stages=0: a pipeline has at least 1"),
-        ({"schedule": "2f2b"}, "'2f2b' is no fixed schedule; there are 1f1b, gpipe, zb-h1"),
+        ({"schedule": "2f2b"}, "'2f2b' is no fixed schedule; there are .*zb-h1"),
         ({"ranks": 3}, "ranks=3 must lie between 1 and num_stages=2"),
         ({"device": "mps"}, "zbfx runs on cpu and cuda"),
         ({"memory": "lots"}, "'lots' is no size"),

@@ -17,7 +17,7 @@ from zbfx.trace.differentiate import differentiate
 
 CPU = torch.device("cpu")
 # Each example traces a model: few of them, and none to make a failing one smaller.
-TRACED = settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+TRACED = settings(max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 LINK = Link(latency=1e-6, bandwidth=1e9)
 
 
