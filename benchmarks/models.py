@@ -29,15 +29,18 @@ ROUNDING = 1e-6  # relative; a sum of few float32 numbers in another order
 DOC = Path(__file__).parent.parent / "docs" / "models.md"
 HEAD = """# Models
 
-Written by `python -m benchmarks.models --write` on torch {torch}, transformers {transformers}, CPU, one thread. Small configurations
+Written by `python -m benchmarks.models --write` on torch {torch}, transformers {transformers}, CPU, one thread. \
+Small configurations
 of the real classes with random weights; one step of 2 microbatches; pipelines of {stages} stages, schedule zb-h1,
 against one process that runs the unsplit exported module over the same microbatches.
 
-| model | parameters | traced nodes | stages | loss, gradients and buffers that are bitwise equal | largest relative difference |
+| model | parameters | traced nodes | stages | \
+loss, gradients and buffers that are bitwise equal | largest relative difference |
 |---|---:|---:|---|---|---|
 """
 TAIL = """
-A gradient's relative difference is the largest difference of an element over the largest element. Where a weight serves two stages
+A gradient's relative difference is the largest difference of an element over the largest element. \
+Where a weight serves two stages
 (tied embeddings), each stage sums its own part over the microbatches and the parts are added at the step's end, while one process
 adds both parts microbatch by microbatch: the same numbers in another order. Everything else is equal bit for bit.
 """
@@ -65,7 +68,7 @@ def main() -> int:
     """Measure every model; print or write."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--write", action="store_true", help=f"write {DOC.name} in docs/")
-    options.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="numbers of stages to try")
+    options.add_argument("--stages", type=int, nargs="+", default=[4], help="numbers of stages to try")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     import transformers

@@ -104,7 +104,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
     ),
     "MambaForCausalLM": _of(
         lambda t: t.MambaForCausalLM(
-            t.MambaConfig(hidden_size=32, state_size=4, num_hidden_layers=2, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1)
+            t.MambaConfig(hidden_size=32, state_size=4, num_hidden_layers=2, vocab_size=VOCABULARY)
         ),
         text,
     ),

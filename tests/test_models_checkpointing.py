@@ -60,7 +60,7 @@ def blocks(how: str | None) -> Case:
 
 
 def held(of: Case, stages: int) -> list[int]:
-    """Bytes that each stage holds between a microbatch's F and its backward, as planned; the step's bytes are measured against it."""
+    """Bytes that each stage holds between a microbatch's F and its backward, as planned and as measured."""
     _, pipe = pipe_for(of, stages)
     pipe.watch(times=False, memory=True)
     step(of, pipe)
