@@ -189,7 +189,7 @@ def test_lstm() -> None:
 
 
 def test_gru_differs_by_rounding_alone() -> None:
-    """Traced, a GRU becomes plain operators that round otherwise than its kernel, also as a single stage: not bitwise, but 1e-6."""
+    """Traced, a GRU becomes plain operators that round otherwise than its kernel, even in a single stage."""
     of = case(lambda: Recurrent("GRU"), mse, vectors)
     wanted = eager(of, 2)
     made = []
