@@ -241,3 +241,22 @@ def test_an_input_that_is_no_json_cannot_be_saved(tmp_path: Path) -> None:
     pipe = zbfx.compile(Takes(), 1, microbatches=1, example_inputs=(torch.randn(2, 4), float("inf")))
     with pytest.raises(zbfx.PlanError, match="this plan cannot be written: an input is no JSON value"):
         pipe.plan.save(tmp_path)
+
+
+def test_a_model_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    def mlp(width: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.ReLU(), torch.nn.Linear(width, 4))
+
+    x = torch.randn(4, 4)
+    options = {"example_inputs": (x,), "example_target": x, "loss": torch.nn.functional.mse_loss, "microbatches": 2}
+    zbfx.compile(mlp(8), 2, **options).plan.save(tmp_path / "plan")
+    again = zbfx.load(tmp_path / "plan", mlp(8)).plan
+    again.save(tmp_path / "copy")  # a plan that was read saves the shapes it was given
+    for folder in ("plan", "copy"):
+        with pytest.raises(zbfx.PlanError, match=r"'0.weight' of shape \[8, 4\], this model has \[6, 4\]"):
+            zbfx.load(tmp_path / folder, mlp(6))
+
+
+def test_timeouts_are_checked() -> None:
+    with pytest.raises(zbfx.InputError, match="dead_after=10"):
+        zbfx.compile(torch.nn.Linear(2, 2), 1, dead_after=10, timeout=5)

@@ -66,6 +66,8 @@ class Options:
     device: torch.device = _CPU
     seed: int | None = None
     placement: str | tuple[int, ...] | None = None
+    dead_after: float = 5.0
+    timeout: float = 1800.0
 
 
 def build_plan(

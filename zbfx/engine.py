@@ -53,7 +53,10 @@ class Engine:
         self._ties = find_ties(plan, holdings)
         self._hold(plan, options.ranks)
         pairs = _pairs(plan, self._ties) if self.distributed else ()
-        self._channels = [connect(self.device, pairs=pairs)] if self.distributed else list(Exchange(options.ranks).channels())
+        if self.distributed:
+            self._channels = [connect(self.device, pairs=pairs, dead_after=options.dead_after, timeout=options.timeout)]
+        else:
+            self._channels = list(Exchange(options.ranks).channels())
         self._loaded: dict[tuple[int, int], _Loaded] = {}
         self._bound: dict[int, tuple[Any, ...]] = {}
         self._plans: list[Plan] = []

@@ -14,7 +14,7 @@ import torch
 from zbfx.batch import Batch, read_batch
 from zbfx.compile import Options, build_plan, reorder
 from zbfx.engine import Engine, Observed
-from zbfx.errors import InputError
+from zbfx.errors import InputError, PlanError
 from zbfx.holdings import Holdings, Init
 from zbfx.ir import Schedule
 from zbfx.ordering import chunks_of
@@ -45,6 +45,8 @@ def compile(
     device: str | torch.device | None = None,
     init: Init | None = None,
     seed: int | None = None,
+    dead_after: float = 5.0,
+    timeout: float = 1800.0,
 ) -> Pipeline:
     """Compile a model into `num_stages` pipeline stages; returns a Pipeline that trains it.
 
@@ -59,7 +61,8 @@ def compile(
     "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a process
     group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor) that
     fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial seed by default): masks
-    depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule.
+    depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule. dead_after: seconds without a
+    heartbeat after which another process counts as dead; timeout: seconds that a live one may let others wait for a message.
 
     Raises InputError, TraceError, PartitionError, ScheduleError, MemoryBudgetError.
     """
@@ -88,7 +91,11 @@ def compile(
         _device(model, device, where is not None and where.size > 1),
         seed,
         placement if placement is None or isinstance(placement, str) else tuple(placement),
+        dead_after,
+        timeout,
     )
+    if not 0 < dead_after <= timeout:
+        raise InputError(f"{dead_after=}, {timeout=}: seconds, with 0 < dead_after <= timeout")
     pipe = Pipeline(model, options, loss=loss, shared=tuple(shared), init=init)
     if example_inputs is not None or example_kwargs is not None:
         pipe.prepare(*(example_inputs or ()), target=example_target, **(example_kwargs or {}))
@@ -321,12 +328,16 @@ def load(
     device: str | torch.device | None = None,
     init: Init | None = None,
     shared: Sequence[str] = (),
+    dead_after: float = 5.0,
+    timeout: float = 1800.0,
 ) -> Pipeline:
     """A Pipeline that runs the rank files of a plan folder (`plan.save`), as they are on disk, on a model of the same make.
 
-    loss is needed again only to compile for other input shapes or to evaluate. Raises PlanError.
+    loss is needed again only to compile for other input shapes or to evaluate. dead_after, timeout: see compile. Raises
+    PlanError, also where the model's parameters have other shapes.
     """
     plan = load_plan(Path(folder))
+    _refuse_other_shapes(plan, model, str(folder))
     where = place()
     distributed = where is not None and where.size > 1
     options = Options(
@@ -338,8 +349,21 @@ def load(
         (),
         plan.reduction,
         _device(model, device or plan.device.type, distributed),
+        dead_after=dead_after,
+        timeout=timeout,
     )
     return Pipeline(model, options, loss=loss, shared=tuple(shared), init=init, plan=replace(plan, device=options.device))
+
+
+def _refuse_other_shapes(plan: Plan, model: torch.nn.Module, folder: str) -> None:
+    """Raises PlanError for a model whose parameters of the same names have other shapes."""
+    mine = dict(model.named_parameters(remove_duplicate=False))
+    for name, shape in plan.parameter_shapes.items():
+        if name in mine and tuple(mine[name].shape) != tuple(shape):
+            raise PlanError(
+                f"{folder}: the plan is for {name!r} of shape {list(shape)}, this model has {list(mine[name].shape)}: build the "
+                "model that the plan was made for, or compile this one"
+            )
 
 
 def _fits(plan: Plan, batch: Batch) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zbfx.codegen.folder import Folder, field, read_folder, write_folder
+from zbfx.codegen.folder import Folder, read_folder, write_folder
+from zbfx.codegen.folder import field as read_field
 from zbfx.errors import PlanError
 from zbfx.ir import CostModel, Program, Schedule, Stage, Timeline, Value
 from zbfx.passes.simulate import simulate
@@ -55,6 +56,7 @@ class Plan:
     results: tuple[Value, ...]  # what the last stage gives for one microbatch: the loss, or the model's outputs
     template: Any = None  # to predict: see ir.Captured
     history: tuple[tuple[str, Any], ...] = ()
+    parameter_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a plan that was read from a folder
 
     @property
     def owners(self) -> dict[str, int]:
@@ -95,6 +97,7 @@ class Plan:
                 }
                 for s in self.stages
             ],
+            "parameter_shapes": self._parameter_shapes(),
             "inputs": dict(self.leaves),
             "values": [[i, v] for i, v in self.statics.items()],
             "shapes": [[i, list(shape), dtype] for i, (shape, dtype) in self.shapes.items()],
@@ -103,6 +106,12 @@ class Plan:
             "static_bytes": list(self.static_bytes),
             "peak_bytes": [p.peak for p in self.programs],
         }
+
+    def _parameter_shapes(self) -> dict[str, list[int]]:
+        if self.parameter_shapes:
+            return {name: list(shape) for name, shape in self.parameter_shapes.items()}
+        graphs = [s for s in self.stages if isinstance(s, Stage)]
+        return {n: list(s.F.value(p).shape) for s in graphs for n, p in zip(s.names, s.F.takes["p"], strict=False)}
 
     def __str__(self) -> str:
         peak = max((p.peak for p in self.programs), default=0)
@@ -120,32 +129,33 @@ def load_plan(folder: Path) -> Plan:
     costs = costs_from_json(content.schedule, str(folder / "schedule.json"))
     if costs is None:
         raise PlanError(f"{folder / 'schedule.json'}: has no costs: save the plan again")
-    peaks = field(data, "peak_bytes", list, where)
+    peaks = read_field(data, "peak_bytes", list, where)
     if len(schedule.ranks) != len(content.sources) or len(peaks) != len(content.sources):
         raise PlanError(f"{where}: {len(content.sources)} ranks, but the schedule has {len(schedule.ranks)}")
     programs = tuple(
         Program(r, (), source=text, path=str(folder / f"rank_{r}.py"), peak=int(peaks[r]))
         for r, text in enumerate(content.sources)
     )
-    missing = [c for c in field(data, "constants", list, where) if c not in content.constants]
+    missing = [c for c in read_field(data, "constants", list, where) if c not in content.constants]
     if missing:
         raise PlanError(f"{folder / 'constants.safetensors'}: lacks {missing}")
     return Plan(
-        tuple(_stage(k, s, where) for k, s in enumerate(field(data, "stages", list, where))),
+        tuple(_stage(k, s, where) for k, s in enumerate(read_field(data, "stages", list, where))),
         costs,
         schedule,
         simulate(schedule, costs),
         programs,
-        torch.device(field(data, "device", str, where)),
-        field(data, "microbatches", int, where),
-        field(data, "reduction", str, where),
-        field(data, "training", bool, where),
-        field(data, "inputs", dict, where),
-        {i: v for i, v in field(data, "values", list, where)},
-        {i: (tuple(shape), dtype) for i, shape, dtype in field(data, "shapes", list, where)},
+        torch.device(read_field(data, "device", str, where)),
+        read_field(data, "microbatches", int, where),
+        read_field(data, "reduction", str, where),
+        read_field(data, "training", bool, where),
+        read_field(data, "inputs", dict, where),
+        {i: v for i, v in read_field(data, "values", list, where)},
+        {i: (tuple(shape), dtype) for i, shape, dtype in read_field(data, "shapes", list, where)},
         content.constants,
-        tuple(field(data, "static_bytes", list, where)),
-        (Value("loss", _dtype(field(data, "loss", str, where), where), (), ()),),
+        tuple(read_field(data, "static_bytes", list, where)),
+        (Value("loss", _dtype(read_field(data, "loss", str, where), where), (), ()),),
+        parameter_shapes={n: tuple(shape) for n, shape in read_field(data, "parameter_shapes", dict, where).items()},
     )
 
 
@@ -158,5 +168,5 @@ def _dtype(name: str, where: str) -> torch.dtype:
 
 def _stage(index: int, data: Any, where: str) -> StoredStage:
     place = f"{where}, stage {index}"
-    parts = [tuple(field(data, name, list, place)) for name in ("parameters", "buffers", "constants", "inputs", "gradients")]
+    parts = [tuple(read_field(data, name, list, place)) for name in ("parameters", "buffers", "constants", "inputs", "gradients")]
     return StoredStage(index, *parts)
