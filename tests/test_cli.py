@@ -55,7 +55,7 @@ def test_dump_prints_stages_grid_and_programs(said):
     code, out, err = said("dump", f"{FILE}:target", *COMPILE)
     assert (code, err) == (0, "")
     assert "4 stages on 2 ranks, zb-h1, 4 microbatches" in out
-    assert out.count("rank 0 F0") == 1 and out.count("rank 1 ·") == 1
+    assert out.count("\nrank 0 F0") == 1 and out.count("\nrank 1 ·") >= 1  # one in each band of a narrow grid
     assert out.count("def step(rank):") == 2 and "...  # " in out
     assert "\x1b[" not in out  # no colours where no terminal is
 

@@ -226,7 +226,7 @@ def test_a_plan_for_another_model_is_refused(saved: Path) -> None:
     case = small_case()
     args, _, target = case.batch(6)
     with pytest.raises(zbfx.ZbfxError, match=r"has no parameter or buffer .*: is the plan for another model"):
-        zbfx.load(saved, nn.Sequential(nn.Linear(16, 4))).step(*args, target=target)
+        zbfx.load(saved, nn.ModuleDict({"head": nn.Linear(16, 4)})).step(*args, target=target)
 
 
 def test_an_input_that_is_no_json_cannot_be_saved(tmp_path: Path) -> None:

@@ -6,19 +6,19 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import NoReturn
 
 from rich.console import Console
 
-from zbfx import cli_dump, cli_run
+from zbfx import cli_dump, cli_run, cli_schedule
 from zbfx.errors import ZbfxError
 
 _DESCRIPTION = "Compile a PyTorch model into one readable program per pipeline rank, look at it, and run it."
 _EXAMPLES = f"""examples:
   {cli_dump.EXAMPLE}
   {cli_run.EXAMPLE}
+  {cli_schedule.SCHEDULE_EXAMPLE}
+  {cli_schedule.SIMULATE_EXAMPLE}
 """
 
 
@@ -55,8 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=_Parser)
     cli_dump.add_dump(subparsers)
     cli_run.add_run(subparsers)
-    if find_spec("zbfx.cli_schedule") is not None:  # the scheduler's verbs need no torch model and live apart
-        import_module("zbfx.cli_schedule").add_verbs(subparsers)
+    cli_schedule.add_verbs(subparsers)
     for verb in set(subparsers.choices.values()):
         verb.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help="on an error, print all of it")
     return parser

@@ -1,6 +1,5 @@
 """The simulator: against a brute-force event simulation, by hand on small cases, memory, links, periods, and its speed."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -127,9 +126,9 @@ def test_refusals() -> None:
         simulate(deadlock, two_ranks())
 
 
-def test_fifty_thousand_actions_well_below_a_second() -> None:
+def test_fifty_thousand_actions() -> None:  # how long that takes: benchmarks/schedules.py
     schedule = order_fixed("zb-h1", block_placement(16, 16), 1042)
-    costs = CostModel((Cost(1, 1, 1),) * 16, ((0.1,) * 16,) * 16, (None,) * 16)
-    begin = time.process_time()
-    simulate(schedule, costs)
-    assert sum(map(len, schedule.ranks)) > 50_000 and time.process_time() - begin < 1.0
+    costs = CostModel((Cost(1, 1, 1),) * 16, ((0.0,) * 16,) * 16, (None,) * 16)
+    timeline = simulate(schedule, costs)
+    assert sum(map(len, schedule.ranks)) > 50_000
+    assert timeline.makespan == 3 * 1042 + 15  # m (T_F + T_B + T_W) and the bubble (p - 1) (T_F + T_B - T_W)
