@@ -57,9 +57,8 @@ class Engine:
             self._channels = [connect(self.device, pairs=pairs, dead_after=options.dead_after, timeout=options.timeout)]
         else:
             self._channels = list(Exchange(options.ranks).channels())
-        self._loaded: dict[tuple[int, int], _Loaded] = {}
-        self._bound: dict[int, tuple[Any, ...]] = {}
-        self._plans: list[Plan] = []
+        self._loaded: dict[tuple[Plan, int], _Loaded] = {}
+        self._bound: dict[Plan, tuple[Any, ...]] = {}
         self._watch: tuple[bool, bool] | None = None
         self.observed: Observed | None = None
         self.steps = 0  # training steps taken: dropout of each draws from a stream of its own
@@ -182,10 +181,14 @@ class Engine:
     def _rank(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Rank:
         params, grads, weights = self._bind(plan)
         own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
-        microbatches = [batch.microbatch(mb) for mb in range(plan.microbatches)]
+        used = {plan.leaves[name] for s in own for name in s.leaves}  # moved once, however many stages read them
+        microbatches = [
+            {i: leaves[i].to(self.device, non_blocking=True) for i in used}
+            for leaves in map(batch.microbatch, range(plan.microbatches))
+        ]
         inputs = {
             (s.index, mb): (
-                *[leaves[plan.leaves[name]].to(self.device, non_blocking=True) for name in s.leaves],
+                *[leaves[plan.leaves[name]] for name in s.leaves],
                 Random(self.seed, self.steps, mb, self.device),
             )
             for s in own
@@ -205,8 +208,7 @@ class Engine:
 
     def _bind(self, plan: Plan) -> tuple[Any, Any, Any]:
         """For each local stage, its parameters and where their gradients go; the tangent of each microbatch's loss."""
-        if id(plan) not in self._bound:
-            self._plans.append(plan)  # keeps the id from being used again
+        if plan not in self._bound:
             params, grads = {}, {}
             for s in plan.stages:
                 if plan.schedule.placement[s.index] not in self.local:
@@ -216,8 +218,8 @@ class Engine:
                 grads[s.index] = tuple(self._target(s.index, s.names[i]) for i in s.gparams)
             one = torch.ones((), dtype=plan.results[0].dtype, device=self.device)
             weight = one / plan.microbatches if plan.reduction == "mean" else one
-            self._bound[id(plan)] = (params, grads, (weight,) * plan.microbatches)
-        return self._bound[id(plan)]
+            self._bound[plan] = (params, grads, (weight,) * plan.microbatches)
+        return self._bound[plan]
 
     def _target(self, stage: int, name: str) -> torch.Tensor:
         parameter = self.holdings.tensor(name)
@@ -227,9 +229,8 @@ class Engine:
         return parameter
 
     def _load(self, plan: Plan, rank: int) -> _Loaded:
-        key = (id(plan), rank)
+        key = (plan, rank)
         if key not in self._loaded:
-            self._plans.append(plan)
             self._loaded[key] = load_program(plan.programs[rank])
         return self._loaded[key]
 

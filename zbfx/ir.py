@@ -6,7 +6,7 @@ none mentions the internals of another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -219,8 +219,13 @@ def short(value: Any) -> str:
         return f"({', '.join(short(v) for v in value)})"
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    name = str(value.dtype).removeprefix("torch.")
-    return f"{_SHORT.get(name, name)}{list(value.shape)}"
+    return short_type(value.dtype, value.shape)
+
+
+def short_type(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A type as text: `f32[8, 128]`."""
+    name = str(dtype).removeprefix("torch.")
+    return f"{_SHORT.get(name, name)}{list(shape)}"
 
 
 def _line(node: fx.Node) -> str:
@@ -273,9 +278,6 @@ class Link:
 
     latency: float
     bandwidth: float
-
-
-Options = Mapping[str, Any]
 
 
 # ---------------------------------------------------------------- the captured model

@@ -8,9 +8,8 @@ import torch
 from torch import fx
 
 from zbfx.codegen.function import function_text
-from zbfx.ir import Action, Instr, Program, Stage, Value
+from zbfx.ir import Action, Instr, Program, Stage, Value, short_type
 
-_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "bool": "b8"}
 Layouts = Mapping[Action, tuple[Value, ...]]
 
 
@@ -105,7 +104,7 @@ def _line(instr: Instr, layouts: Layouts) -> str:
     a = instr.action
     delete = f"; del {', '.join(instr.frees)}" if instr.frees else ""
     if instr.verb == "recv":
-        what = ", ".join(_shape(v) for v in layouts[Action(a.stage, a.kind, 0)])
+        what = ", ".join(short_type(v.dtype, v.shape) for v in layouts[Action(a.stage, a.kind, 0)])
         return f'{instr.writes[0]} = [*rank.recv("{a}")]  # {what} from rank {instr.peer}'
     if instr.verb == "send":
         return f'rank.send("{a}", *{instr.reads[0]}){delete}  # to rank {instr.peer}'
@@ -127,8 +126,3 @@ def _targets(instr: Instr) -> str:
     groups = ("y", "s") if instr.action.kind == "F" else ("gx", "k")
     names = {w.split("_", 1)[0]: w for w in instr.writes}
     return ", ".join(names.get(g, "_") for g in groups)
-
-
-def _shape(v: Value) -> str:
-    name = str(v.dtype).removeprefix("torch.")
-    return f"{_SHORT.get(name, name)}{list(v.shape)}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import fx
 
 from zbfx.ir import Joint, outputs_of
-from zbfx.passes.split_backward import forward_nodes
+from zbfx.passes.split_backward import copied, forward_nodes
 
 
 def recompute_regions(joint: Joint) -> Joint:
@@ -21,11 +21,7 @@ def recompute_regions(joint: Joint) -> Joint:
     """
     if not any(n.meta.get("region") for n in joint.graph.nodes):
         return joint
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(joint.graph, env))
-    for old, new in env.items():
-        new.meta = dict(old.meta)
+    graph = copied(joint.graph)
     ys = list(outputs_of(graph)[: len(joint.forward.outputs)])
     forward = forward_nodes(graph, ys)
     regions = sorted({n.meta["region"] for n in graph.nodes if n.meta.get("region")})

@@ -74,7 +74,7 @@ class Ends:
 
 def open_joint(joint: Joint) -> tuple[fx.Graph, Ends]:
     """A copy of the joint graph, and its ends."""
-    graph, forward = _copied(joint.graph), joint.forward
+    graph, forward = copied(joint.graph), joint.forward
     places = [n for n in graph.nodes if n.op == "placeholder"]
     outputs = list(outputs_of(graph))
     ny, ngx, nx, nc = len(forward.outputs), len(joint.gx), len(forward.inputs), len(forward.leaves)
@@ -98,7 +98,8 @@ def _without(nodes: list[fx.Node], gone: set[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n not in gone]
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A graph of one's own: same nodes, same meta."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     new.output(new.graph_copy(graph, env))
