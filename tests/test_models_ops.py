@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.equal import case, eager, largest, pipe_for, step, wrong
+from tests.equal import case, eager, wrong
 from tests.test_models_weights import WIDTH, Chain, mse, vectors
 
 F = nn.functional
@@ -188,17 +188,10 @@ def test_lstm() -> None:
     assert wrong(of, eager(of, 2), stages=(3,), memory=False) == {}
 
 
-def test_gru_differs_by_rounding_alone() -> None:
-    """Traced, a GRU becomes plain operators that round otherwise than its kernel, even in a single stage."""
+def test_gru() -> None:
+    """A width that fills no vector register: its gates are written in place, in pieces whose layout decides the rounding."""
     of = case(lambda: Recurrent("GRU"), mse, vectors)
-    wanted = eager(of, 2)
-    made = []
-    for stages in (1, 3):
-        model, pipe = pipe_for(of, stages)
-        torch.testing.assert_close(step(of, pipe), wanted.loss, rtol=1e-6, atol=0)
-        assert largest(model, wanted)[0] < 1e-6
-        made.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert wrong(of, eager(of, 2), stages=(1, 3)) == {}
 
 
 def test_scatter_and_masks() -> None:

@@ -139,6 +139,7 @@ def _traced(trace: _Trace, flat: list[Any]) -> fx.Graph:
             graph = make_fx(trace, tracing_mode="real", _allow_non_fake_inputs=True)(*flat).graph
         trace.marks.annotate(graph)
         if any(mutates(n.target) for n in graph.nodes):
+            _make_pieces_views(graph)
             graph = _functional(graph, flat, mode)
     except ZbfxError:
         raise
@@ -146,6 +147,23 @@ def _traced(trace: _Trace, flat: list[Any]) -> fx.Graph:
         index = trace.forward.index
         raise TraceError(f"stage {index}: its backward cannot be traced: {type(error).__name__}: {error}") from error
     return graph
+
+
+_PIECES = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    aten.unsafe_chunk.default: aten.chunk.default,
+}
+
+
+def _make_pieces_views(graph: fx.Graph) -> None:
+    """Pieces that are written in place (as a GRU's gates are) keep the layout of the whole, which kernels round by.
+
+    Autograd takes the results of an unsafe split for tensors of their own; here they are what they are, views.
+    """
+    for node in graph.nodes:
+        if node.target in _PIECES and any(mutates(u.target) for piece in node.users for u in piece.users):
+            node.target = _PIECES[node.target]
 
 
 def _functional(graph: fx.Graph, flat: list[Any], mode: FakeTensorMode) -> fx.Graph:
