@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ from zbfx.passes.recompute import recompute_regions
 from zbfx.passes.reuse import Signature, renamed, signature
 from zbfx.passes.simulate import simulate
 from zbfx.passes.split_backward import split_backward
+from zbfx.passes.w_parts import with_w_parts
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
 from zbfx.text import format_bytes
 from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
-from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds
+from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds, node_seconds
 from zbfx.trace.whole import Loss
 from zbfx.verify_program import verify_programs, verify_stage
 
@@ -123,7 +125,7 @@ def finish_plan(
     costs = estimate_costs(stages, options, static, profiles)
     history.append(("estimate", costs))
     schedule, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only)
-    running = with_whole_backwards(stages, schedule)
+    running = _running(stages, schedule, options.device)
     programs = tuple(_with_source(p, running, schedule, timeline, options, costs) for p in programs)
     history.append(("codegen", programs))
     return Plan(
@@ -166,7 +168,7 @@ def _scheduled(
         else:
             schedule = order(options.schedule, placement, options.microbatches, tight)
         timeline = simulate(schedule, costs)
-        running = with_whole_backwards(stages, schedule)
+        running = _running(stages, schedule, options.device)
         instrs = communicate(schedule, running, timeline)
         programs = tuple(allocate(r, i, running, profiles) for r, i in enumerate(instrs))
         verify_programs(programs)
@@ -178,6 +180,16 @@ def _scheduled(
     refuse_over_limit(programs, costs.limit)
     history += [("order", schedule), ("simulate", timeline), ("communicate", instrs), ("allocate", programs)]
     return schedule, timeline, programs
+
+
+def _running(stages: Sequence[Stage], schedule: Schedule, device: torch.device) -> tuple[Stage, ...]:
+    """The stages as the schedule runs them: with whole backwards, with W in parts."""
+    seconds = partial(node_seconds, device=device_profile(device))
+    running = with_w_parts(with_whole_backwards(stages, schedule), schedule, seconds)
+    for stage in running:
+        if stage.parts:
+            verify_stage(stage)
+    return running
 
 
 def reorder(plan: Plan, options: Options) -> Plan:
@@ -243,8 +255,8 @@ def _split(captured: Captured, forwards: Sequence[Forward], forward_only: bool) 
 
 
 def _gradients_sent(forward: Forward, stage: Stage) -> list[Any]:
-    """For each of a stage's inputs, the fake gradient that it sends back, or None."""
-    sent: list[Any] = [None] * len(forward.inputs)
+    """For each of a stage's inputs and views of them, the fake gradient that it sends back, or None."""
+    sent: list[Any] = [None] * len((*forward.inputs, *forward.views_in))
     if stage.B is not None:
         for i, position in enumerate(stage.gx):
             sent[position] = stage.B.outputs[i].meta["val"]
@@ -333,7 +345,8 @@ def _with_source(
         f"{options.microbatches} microbatches; predicted bubble {timeline.bubble_makespan:.1%}, "
         f"peak {format_bytes(program.peak)}{budget}."
     )
-    fns = [fn for k in own for fn in (stages[k].F, stages[k].B, stages[k].W, stages[k].BW) if fn is not None]
-    uses = {id(fn): last_uses(fn.graph) for fn in fns}
+    parts = [part.W for k in own for part in stages[k].parts]
+    fns = [fn for k in own for fn in (stages[k].F, stages[k].B, stages[k].W, stages[k].BW)]
+    uses = {id(fn): last_uses(fn.graph) for fn in (*fns, *parts) if fn is not None}
     text = program_text(program, stages, title=title, device=options.device, last_uses=uses, layouts=layouts)
     return replace(program, source=text)

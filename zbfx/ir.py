@@ -318,6 +318,8 @@ class Forward:
 
     The graph's placeholders are, in this order, params + buffers + constants + leaves + inputs (names of captured
     placeholders, then of values from the stage before); it returns the values named in `outputs` (the loss, on the last).
+    views_in: views that an earlier stage takes and this one takes again, each with a gradient of its own to send back, so
+    that gradients are added where and in the order that the whole model adds them; views_out: the same for the stage after.
     """
 
     index: int
@@ -330,6 +332,8 @@ class Forward:
     outputs: tuple[str, ...]
     seconds: float
     start: int  # position of its first node in the line of all stages' nodes
+    views_in: tuple[str, ...] = ()
+    views_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,9 +345,17 @@ class Joint:
 
     forward: Forward
     graph: fx.Graph
-    tangents: tuple[int, ...]  # positions in forward.outputs that a gradient comes back for
-    gx: tuple[int, ...]  # positions in forward.inputs that a gradient is sent back for
+    tangents: tuple[int, ...]  # positions in forward.outputs + views_out that a gradient comes back for
+    gx: tuple[int, ...]  # positions in forward.inputs + views_in that a gradient is sent back for
     gparams: tuple[int, ...]  # positions in forward.params that get a gradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part of a stage's W: p, c, k -> the gradients at these positions of the stage's gparams. W is None where it is empty."""
+
+    W: Fn | None
+    gradients: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -369,3 +381,13 @@ class Stage:
     gparams: tuple[int, ...]
     whole: tuple[Fn, Fn] | None = None  # F and BW (p, c, s, gy -> gx, gp), for schedules that do not split this backward
     BW: Fn | None = None  # in a stage that runs whole backwards: stands for B and W
+    parts: tuple[Part, ...] = ()  # in a stage that runs W in parts: stand for W; B then gives k0, k1, ..., a list for each
+
+
+def function_of(stage: Stage, action: Action) -> Fn | None:
+    """What an action calls, None where that is empty. Of a W that is not divided, part 0 is all."""
+    if action.kind != "W":
+        return {"F": stage.F, "B": stage.B, "BW": stage.BW}[action.kind]
+    if stage.parts:
+        return stage.parts[action.part or 0].W
+    return stage.W if not action.part else None

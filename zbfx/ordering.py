@@ -65,8 +65,6 @@ def order(
             )
         if schedule.microbatches != microbatches:
             raise InputError(f"the schedule runs {schedule.microbatches} microbatches, compile was asked for {microbatches}")
-        if any(a.part is not None for rank in schedule.ranks for a in rank):
-            raise InputError("the schedule has W in parts (0W0.1): a stage's W is one function here; give whole Ws (0W0)")
     elif schedule == "auto":
         schedule = order_any("auto", placement, microbatches, costs, objective=objective).schedule
     else:

@@ -1,8 +1,8 @@
 """Verifier of schedules: complete, on the right ranks, in order, free of deadlock. Errors show the rank's actions with an arrow.
 
 The rules (design, invariants 1 and 3): per stage and microbatch one F, and either one BW or one B and one W (whole, or in
-parts 0..k-1); each action on the rank of its stage; per stage F, B and W each in microbatch order; F before B before W; and the
-ranks together can run to the end when a rank does nothing but its next action.
+parts 0..k-1, the same k for every microbatch of a stage); each action on the rank of its stage; per stage F, B and W each in
+microbatch order; F before B before W; and the ranks together can run to the end when a rank does nothing but its next action.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> No
     done: Counter[tuple[int, str]] = Counter()  # how many microbatches have ended, per (stage, F | B | W)
     part: Counter[int] = Counter()  # parts of the current W that have ended, per stage
     parts = {(a.stage, a.mb): 1 + (a.part or 0) for a in actions if a.kind == "W"}
+    _check_parts(schedule, rank, actions)
     for i, action in enumerate(actions):
         stage = action.stage
         for kind in action.kind:
@@ -96,6 +97,19 @@ def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> No
                     continue
                 part[stage] = 0
             done[stage, kind] += 1
+
+
+def _check_parts(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    """A W in parts has as many for every microbatch of a stage; a whole one may stand among them."""
+    last = {(a.stage, a.mb): i for i, a in enumerate(actions) if a.part is not None}
+    most: dict[int, Action] = {}
+    for i in last.values():
+        most[actions[i].stage] = max(most.get(actions[i].stage, actions[i]), actions[i], key=lambda a: a.part or 0)
+    for i in last.values():
+        action, wanted = actions[i], most[actions[i].stage]
+        if action.part != wanted.part:
+            rule = f"{action} is the last part of its W, but stage {action.stage} has more: its {wanted} is a part as well"
+            raise _fail(schedule, rank, i, rule)
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -100,7 +100,8 @@ def _refuse_circle(graph: nx.DiGraph[_Place], programs: Sequence[Program]) -> No
 
 def verify_stage(stage: Stage) -> None:
     """A stage's functions fit together: each group that one gives is what the next takes; every value has a type."""
-    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W)):
+    parts = [(f"W_{i}", part.W) for i, part in enumerate(stage.parts)]
+    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W), *parts):
         if fn is not None:
             _verify_fn(f"stage {stage.index} {kind}", fn)
     saved = stage.F.gives["s"]
@@ -108,9 +109,15 @@ def verify_stage(stage: Stage) -> None:
     wanted = len(reader.takes.get("s", ())) if reader is not None else 0
     if saved != wanted:
         raise VerifyError(f"stage {stage.index}: F saves {saved} values, {'B' if stage.B else 'W'} takes {wanted}")
-    kept = len(stage.W.takes.get("k", ())) if stage.W is not None else 0
-    if stage.B is not None and stage.B.gives["k"] != kept:
-        raise VerifyError(f"stage {stage.index}: B keeps {stage.B.gives['k']} values, W takes {kept}")
+    if stage.B is None:
+        return
+    for number, w in ((f"{i}", part.W) for i, part in enumerate(stage.parts)) if stage.parts else (("", stage.W),):
+        kept, wanted = stage.B.gives.get(f"k{number}", 0), 0 if w is None else len(w.takes.get("k", ()))
+        if kept != wanted:
+            raise VerifyError(f"stage {stage.index}: B keeps {kept} values, W{number and '_' + number} takes {wanted}")
+    given = sorted(i for part in stage.parts for i in part.gradients)
+    if stage.parts and given != list(range(len(stage.gparams))):
+        raise VerifyError(f"stage {stage.index} has {len(stage.gparams)} gradients, the parts of its W give {given}")
 
 
 def _verify_fn(place: str, fn: Fn) -> None:

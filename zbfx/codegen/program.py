@@ -48,13 +48,17 @@ def program_text(
         *messages,
         "}",
     ]
-    return "\n".join([*head, *classes, "", "", *_step(program, layouts)]) + "\n"
+    return "\n".join([*head, *classes, "", "", *_step(program, stages, layouts)]) + "\n"
 
 
 def _stage_class(stage: Stage, ops: dict[str, str], last_uses: Mapping[int, Mapping[fx.Node, fx.Node]]) -> list[str]:
     users = [*stage.names, *stage.buffers]
     lines = ["", "", f"class stage_{stage.index}:"]
-    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W), ("BW", stage.BW)):
+    if stage.parts:
+        gradients = tuple(part.gradients for part in stage.parts)
+        lines += [f"    GRADIENTS = {gradients}  # those of the stage that each part of W gives", ""]
+    parts = [(f"W_{i}", part.W) for i, part in enumerate(stage.parts)]
+    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W), *parts, ("BW", stage.BW)):
         if fn is not None:
             body = function_text(kind, fn, last_uses[id(fn)], ops, users)
             lines += ["    @staticmethod", *[f"    {line}" for line in body], ""]
@@ -73,7 +77,7 @@ def _messages(program: Program, layouts: Layouts) -> list[str]:
     return [seen[key] for key in sorted(seen)]
 
 
-def _step(program: Program, layouts: Layouts) -> list[str]:
+def _step(program: Program, stages: Sequence[Stage], layouts: Layouts) -> list[str]:
     lines = ["def step(rank):"]
     for index, instr in enumerate(program.instrs):
         if instr.verb == "post":
@@ -81,7 +85,7 @@ def _step(program: Program, layouts: Layouts) -> list[str]:
             continue
         if instr.verb == "recv" or (instr.verb == "compute" and not _received(program.instrs, index)):
             lines.append(f'    rank.begin("{begun_action(program.instrs, index)}")')
-        lines.append("    " + _line(instr, layouts))
+        lines.append("    " + _line(instr, stages[instr.action.stage], layouts))
     return lines if len(lines) > 1 else [*lines, "    pass"]
 
 
@@ -100,7 +104,7 @@ def begun_action(instrs: Sequence[Instr], index: int) -> Action:
     return a
 
 
-def _line(instr: Instr, layouts: Layouts) -> str:
+def _line(instr: Instr, stage: Stage, layouts: Layouts) -> str:
     a = instr.action
     delete = f"; del {', '.join(instr.frees)}" if instr.frees else ""
     if instr.verb == "recv":
@@ -113,16 +117,19 @@ def _line(instr: Instr, layouts: Layouts) -> str:
     if instr.verb == "loss":
         call = f"rank.loss({a.mb}, *{instr.reads[0]})"
         return (f"{instr.writes[0]} = [{call}]" if instr.writes else call) + delete
-    call = f"stage_{a.stage}.{a.kind}({', '.join([f'rank.params({a.stage})', f'rank.inputs({a.stage}, {a.mb})', *instr.reads])})"
+    name = f"W_{a.part}" if a.kind == "W" and stage.parts else a.kind
+    call = f"stage_{a.stage}.{name}({', '.join([f'rank.params({a.stage})', f'rank.inputs({a.stage}, {a.mb})', *instr.reads])})"
     if a.kind == "W":
-        return f"rank.accumulate({a.stage}, {call}){delete}"
+        which = f", stage_{a.stage}.GRADIENTS[{a.part}]" if stage.parts else ""
+        return f"rank.accumulate({a.stage}, {call}{which}){delete}"
     if a.kind == "BW":
         return f"{instr.writes[0]}, gp = {call}{delete}; rank.accumulate({a.stage}, gp); del gp"
-    return f"{_targets(instr)} = {call}{delete}"
+    return f"{_targets(instr, stage)} = {call}{delete}"
 
 
-def _targets(instr: Instr) -> str:
-    """F gives y, s; B gives gx, k: an empty list still takes a name."""
-    groups = ("y", "s") if instr.action.kind == "F" else ("gx", "k")
+def _targets(instr: Instr, stage: Stage) -> str:
+    """F gives y, s; B gives gx, k (or k0, k1, ...): an empty list still takes a name."""
+    fn = stage.F if instr.action.kind == "F" else stage.B
+    groups = tuple(fn.gives) if fn is not None else ()
     names = {w.split("_", 1)[0]: w for w in instr.writes}
     return ", ".join(names.get(g, "_") for g in groups)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbfx.errors import MemoryBudgetError, VerifyError
-from zbfx.ir import Action, Fn, Instr, Program, Stage, Value
+from zbfx.ir import Action, Instr, Program, Stage, Value, function_of
 from zbfx.passes.liveness import Ledger, Profile, Slot, profile
 
 
@@ -62,18 +62,12 @@ def refuse_over_limit(programs: Sequence[Program], limits: Sequence[int | None])
             )
 
 
-def function(stage: Stage, kind: str) -> Fn:
-    """The stage's F, B, W or BW, which an instruction calls."""
-    fn = {"F": stage.F, "B": stage.B, "W": stage.W, "BW": stage.BW}[kind]
-    if fn is None:
-        raise VerifyError(f"{stage.index}{kind} is empty and cannot be called")
-    return fn
-
-
 def _call(
     ledger: Ledger, instr: Instr, stages: Sequence[Stage], profiles: dict[int, Profile], buffers: dict[str, list[Slot]]
 ) -> None:
-    fn = function(stages[instr.action.stage], instr.action.kind)
+    fn = function_of(stages[instr.action.stage], instr.action)
+    if fn is None:
+        raise VerifyError(f"{instr.action} is empty and cannot be called")
     if id(fn) not in profiles:
         profiles[id(fn)] = profile(fn)
     inputs = [s for name in instr.reads for s in buffers.pop(name)]

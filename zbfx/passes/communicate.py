@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbfx.ir import Action, Instr, Schedule, Stage, Timeline
+from zbfx.ir import Action, Instr, Schedule, Stage, Timeline, function_of
+from zbfx.passes.w_parts import expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,13 @@ class Message:
 
 def communicate(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> tuple[tuple[Instr, ...], ...]:
     """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish."""
-    orders = [[part for a in rank for part in _parts(a, stages)] for rank in schedule.ranks]
+    orders = [[part for a in rank for part in expanded(a, stages[a.stage])] for rank in schedule.ranks]
     number = _numbers(schedule, stages, timeline)
     messages = _messages(schedule, stages, orders)
     posts = _place_posts(orders, messages, number)
     into = {m.consumer: m for m in messages}
     out: dict[Action, Message] = {m.producer: m for m in messages}
     return tuple(_instructions(r, order, posts, into, out, stages, schedule) for r, order in enumerate(orders))
-
-
-def _parts(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
-    if action.kind == "BW" and stages[action.stage].BW is None:
-        return Action(action.stage, "B", action.mb), Action(action.stage, "W", action.mb)
-    return (action,)
 
 
 def _numbers(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> dict[Action, int]:
@@ -57,7 +52,7 @@ def _numbers(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) ->
         heads_now = [(rank[h], r) for r, (rank, h) in enumerate(zip(waiting, heads, strict=True)) if h < len(rank)]
         span, r = min((s for s in heads_now if ready(s[0].action)), key=lambda s: (s[0].start, s[1]))
         heads[r] += 1
-        for part in _parts(span.action, stages):
+        for part in expanded(span.action, stages[span.action.stage]):
             number[part] = len(number)
             done.add(_as_consumer(part))
     return number
@@ -93,7 +88,7 @@ def _consumer(a: Action, stages: Sequence[Stage]) -> Action | None:
     if a.kind == "F" and a.stage + 1 < len(stages) and stage.F.gives["y"]:
         return Action(a.stage + 1, "F", a.mb)
     backward = stage.B if a.kind == "B" else stage.BW if a.kind == "BW" else None
-    if backward is not None and a.stage > 0:
+    if backward is not None and backward.gives["gx"] and a.stage > 0:
         return Action(a.stage - 1, "B", a.mb)
     return None
 
@@ -152,14 +147,15 @@ def _compute(rank: int, a: Action, stages: Sequence[Stage], schedule: Schedule) 
     """The call of a stage function (and of the loss), with the buffers it reads and writes; nothing for an empty function."""
     stage, k, m = stages[a.stage], a.stage, a.mb
     last = k == len(stages) - 1
-    fn = {"F": stage.F, "B": stage.B, "W": stage.W, "BW": stage.BW}[a.kind]
+    fn = function_of(stage, a)
     if fn is None:
         return []
     local_x = k > 0 and schedule.placement[k - 1] == rank
     local_gy = not last and schedule.placement[k + 1] == rank
     x = _name("y", k - 1, m) if local_x else _name("x", k, m)
     gy = _name("gx", k + 1, m) if local_gy else _name("gy", k, m)
-    names = {"x": x, "gy": gy, "s": _name("s", k, m), "k": _name("k", k, m)}
+    kept = f"k{a.part}" if stage.parts else "k"
+    names = {"x": x, "gy": gy, "s": _name("s", k, m), "k": _name(kept, k, m)}
     reads = tuple(names[g] for g, places in fn.takes.items() if g in names and places)
     writes = tuple(_name(g, k, m) for g, count in fn.gives.items() if count and g != "gp")
     instrs = [Instr("compute", a, reads, writes)]

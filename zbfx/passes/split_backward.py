@@ -41,9 +41,9 @@ def split_backward(joint: Joint, captured: Captured, *, recompute: bool = True) 
     given = {*ends.p, *ends.c}
     order = {n: i for i, n in enumerate(graph.nodes)}
     k = roots(w_nodes, ends.gps, given, order)
-    k = _without(k, made_again(k, given, _root)) if recompute and ends.gxs else k
+    k = _without(k, made_again(k, given, root_of)) if recompute and ends.gxs else k
     s = roots(b_nodes, [*ends.gxs, *k], given, order) if ends.gxs else k
-    s = _without(s, {*ends.gy, *(made_again(s, given, _root, only_given=True) if recompute else ())})
+    s = _without(s, {*ends.gy, *(made_again(s, given, root_of, only_given=True) if recompute else ())})
     fixed = {"p": ends.p, "c": ends.c}
     f = function(graph, f_nodes, {**fixed, "x": ends.x}, {"y": dense(graph, ends.ys, f_nodes), "s": s})
     b = w = None
@@ -167,7 +167,7 @@ def _masked(values: Sequence[object], wanted: set[int]) -> tuple[object, ...]:
 # ---------------------------------------------------------------- what is saved and kept
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """What a chain of views looks at."""
     while node.op == "call_function":
         if (node.target is operator.getitem and is_view(node.args[0].target)) or is_view(node.target):  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ def _root(node: fx.Node) -> fx.Node:
 def roots(own: set[fx.Node], ends: list[fx.Node], given: set[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
     """The values that `own` nodes, or results that are not made by them, need from outside: views replaced by their roots."""
     outside = {a for n in own for a in n.all_input_nodes if a not in own} | {e for e in ends if e not in own}
-    found = {_root(node) for node in outside}
+    found = {root_of(node) for node in outside}
     return sorted((root for root in found if root not in own and root not in given), key=order.__getitem__)
 
 
@@ -202,7 +202,7 @@ def owned(graph: fx.Graph, nodes: list[fx.Node], own: set[fx.Node]) -> list[fx.N
     result: list[fx.Node] = []
     seen: set[fx.Node] = set()
     for node in nodes:
-        root, value = _root(node), node.meta["val"]
+        root, value = root_of(node), node.meta["val"]
         whole = is_dense(value) and value.nbytes == root.meta["val"].untyped_storage().nbytes()
         shared = root not in own or root in seen or not whole
         seen.add(root)

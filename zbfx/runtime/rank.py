@@ -122,9 +122,15 @@ class Rank:
         self.losses[mb].copy_(results[0])
         return self._weights[mb]
 
-    def accumulate(self, stage: int, grads: Sequence[Tensor | None]) -> None:
-        """Add W's outputs to the gradients, in place; a first gradient is taken as it is."""
+    def accumulate(self, stage: int, grads: Sequence[Tensor | None], which: Sequence[int] | None = None) -> None:
+        """Add W's outputs to the gradients, in place; a first gradient is taken as it is. which: those of the stage's gradients
+        that a part of W gives.
+        """
         targets = _look_up(self._grads, stage, f"gradients of stage {stage}")
+        if which is not None:
+            if not all(0 <= i < len(targets) for i in which):
+                raise RankError(f"stage {stage} has {len(targets)} gradients, the program accumulates numbers {list(which)}")
+            targets = tuple(targets[i] for i in which)
         if len(targets) != len(grads):
             raise RankError(f"stage {stage} has {len(targets)} gradients, the program accumulates {len(grads)}")
         for target, grad in zip(targets, grads, strict=True):

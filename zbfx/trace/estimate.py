@@ -5,7 +5,6 @@ seconds = max(FLOPs / peak, bytes moved / bandwidth) + launch overhead. Views mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +85,12 @@ class Meter(TorchDispatchMode):
 
 def graph_seconds(graph: fx.Graph, device: Device) -> float:
     """Estimated seconds of a differentiated graph (aten calls with `val` in every node's meta)."""
-    value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")  # noqa: E731
-    total = 0.0
-    for node in graph.nodes:
-        if node.op == "call_function" and hasattr(node.target, "_schema"):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-            total += op_seconds(node.target, args, kwargs, node.meta.get("val"), device)
-    return total
+    return sum((node_seconds(node, device) for node in graph.nodes), 0.0)
+
+
+def node_seconds(node: fx.Node, device: Device) -> float:
+    """Estimated seconds of one operator of such a graph."""
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return op_seconds(node.target, args, kwargs, node.meta.get("val"), device)
