@@ -100,7 +100,7 @@ def split(captured: Captured, forwards: tuple[Forward, ...]) -> list[tuple[Joint
         joint = differentiate(forward, tangents)
         stage = split_backward(joint, captured)
         found.append((joint, stage))
-        tangents = [None] * len(forward.inputs)
+        tangents = [None] * len((*forward.inputs, *forward.views_in))
         if stage.B is not None:
             for i, position in enumerate(joint.gx):
                 tangents[position] = stage.B.outputs[i].meta["val"]

@@ -75,7 +75,7 @@ def test_the_chosen_cuts_are_the_best_of_all(net: RandomNet, num_stages: int) ->
     num_stages = min(num_stages, most)
     allowed = [f.start for f in cut(captured, most)[1:]]
     work = seconds_of_nodes(captured)
-    crossing = {c: message(captured, cut(captured, 2, cuts=(c,))[1].inputs) for c in allowed}
+    crossing = {c: message(captured, cut(captured, 2, cuts=(c,))[1]) for c in allowed}
 
     def largest_load(cuts: tuple[int, ...]) -> float:
         ends = [0, *cuts, len(work)]
@@ -97,11 +97,15 @@ def seconds_of_nodes(captured: Captured) -> list[float]:
     return work
 
 
-def message(captured: Captured, names: tuple[str, ...]) -> float:
-    """Seconds of what crosses a cut: values, gradients of those that have one, and the latency."""
+def message(captured: Captured, behind: Forward) -> float:
+    """Seconds of what crosses the cut before a stage: values, gradients of what is used behind it, and the latency."""
+    free = replicated(captured, written_storages(captured))
+    users = set([n for n in captured.graph.nodes if n.op == "call_function" and n not in free][behind.start :])
     by_name = {n.name: n for n in captured.graph.nodes}
-    moved = sum(by_name[n].meta["val"].nbytes * (2 if by_name[n].meta["grad"] else 1) for n in names)
-    return moved / LINK.bandwidth + LINK.latency if names else 0.0
+    values = [by_name[n] for n in (*behind.inputs, *behind.views_in)]
+    moved = sum(v.meta["val"].nbytes for v in values[: len(behind.inputs)])
+    moved += sum(v.meta["val"].nbytes for v in values if v.meta["grad"] and users & set(v.users))
+    return moved / LINK.bandwidth + LINK.latency if values else 0.0
 
 
 # ---------------------------------------------------------------- what a cut may not tear, and what crosses

@@ -12,30 +12,47 @@ from torch import nn
 
 from tests.passes.graphs import TRACED, RandomNet, captured_of, cut, most_stages, random_nets, split
 from tests.passes.test_split_backward import interpret, real
-from zbfx.ir import Joint
+from zbfx.ir import Forward, Joint
 from zbfx.storage import mutates
 from zbfx.trace.replay import Replay
 
 
+class Eager(Replay):
+    """Keeps the views that gradients are exchanged of; those of an earlier stage begin here."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__(forward.graph)
+        self.forward, self.kept = forward, {}
+
+    def run_node(self, n: Any) -> Any:
+        result = super().run_node(n)
+        self.kept[n.name] = result.detach().requires_grad_() if n.name in self.forward.views_in else result
+        return self.kept[n.name]
+
+
 def check_against_autograd(joint: Joint) -> None:
     """The joint graph gives the outputs and gradients of eager autograd over the stage's forward graph."""
+    forward = joint.forward
     places = [n for n in joint.graph.nodes if n.op == "placeholder"]
     generator = torch.Generator().manual_seed(0)
     values = [real(n, generator) for n in places]
     got = interpret(joint.graph, *values)
     count = len(places) - len(joint.tangents)
     leaves = [v.clone() for v in values[:count]]
-    offset = count - len(joint.forward.inputs)
-    wanted_for = [*[offset + i for i in joint.gx], *joint.gparams]
-    for i in wanted_for:
+    offset = count - len(forward.inputs)
+    for i in [*[offset + i for i in joint.gx if i < len(forward.inputs)], *joint.gparams]:
         leaves[i].requires_grad_()
     with torch.enable_grad():
-        ys = Replay(joint.forward.graph).run(*leaves)
+        replay = Eager(forward)
+        ys = replay.run(*leaves)
         ys = list(ys) if isinstance(ys, (tuple, list)) else [ys]
-        tangents = [(ys[i], gy) for i, gy in zip(joint.tangents, values[count:], strict=True) if ys[i].requires_grad]
-        grads = torch.autograd.grad([y for y, _ in tangents], [leaves[i] for i in wanted_for], [g for _, g in tangents])
+        ends = [*ys, *[replay.kept[name] for name in forward.views_out]]
+        leaves += [replay.kept[name] for name in forward.views_in]
+        wanted = [leaves[i] for i in [*[offset + i for i in joint.gx], *joint.gparams]]
+        tangents = [(ends[i], gy) for i, gy in zip(joint.tangents, values[count:], strict=True) if ends[i].requires_grad]
+        grads = torch.autograd.grad([y for y, _ in tangents], wanted, [g for _, g in tangents]) if wanted else ()
     for i, (a, b) in enumerate(zip(got, [*ys, *grads], strict=True)):
-        assert torch.equal(a, b), f"output {i} of stage {joint.forward.index}"
+        assert torch.equal(a, b), f"output {i} of stage {forward.index}"
 
 
 @TRACED

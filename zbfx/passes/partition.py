@@ -1,8 +1,11 @@
 """Captured graph -> stages: where to cut, and each stage's own graph.
 
 Cuts fall anywhere between two nodes of the graph's line. A cut is not allowed where a value would be torn: between the
-birth of a storage and the last in-place write into it, between an operator with several outputs and their last use, or where
-the terms of a gradient would be added in another order.
+birth of a storage and the last in-place write into it, or between an operator with several outputs and their last use (where
+they are views, between it and the first of each).
+
+Values cross a cut by what they look into, gradients by view: a view that is taken again after the cut sends back a gradient of
+its own. So the terms of every gradient are added where, and in the order in which, one process adds them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import fx
 from zbfx.errors import PartitionError
 from zbfx.ir import Captured, Forward, Link, outputs_of
 from zbfx.passes.balance import best_cuts
-from zbfx.passes.replicate import bases, regrouped_sums, replicated, written_storages
+from zbfx.passes.replicate import bases, replicated, written_storages
 
 # What the backward adds to a forward second: a gradient of the input and one of the weights, each as long as the forward.
 _WITH_BACKWARD = 3.0
@@ -34,11 +37,23 @@ class _Line:
     base: dict[fx.Node, fx.Node]
     free: set[fx.Node]
     last_use: dict[fx.Node, int] = field(default_factory=dict)
+    own_use: dict[fx.Node, int] = field(default_factory=dict)
     allowed: list[bool] = field(default_factory=list)
 
     def crossing(self, cut: int) -> list[fx.Node]:
         """The values sent over a cut, in the order they are made."""
         return [v for v, end in self.last_use.items() if self.place[v] < cut <= end]
+
+    def views_crossing(self, cut: int) -> list[fx.Node]:
+        """The views with a gradient that are taken before a cut and again, for their own users, after it."""
+        return [v for v in self.base if self._has_gradient(v) and self.place[v] < cut <= self.own_use[v]]
+
+    def gradients(self) -> list[fx.Node]:
+        """What a gradient is sent back for where its own users lie behind a cut: values and views."""
+        return [n for n in self.nodes if self._has_gradient(n)]
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        return node in self.place and node.meta["grad"] and isinstance(node.meta["val"], torch.Tensor)
 
 
 def partition(
@@ -107,9 +122,10 @@ def _line(captured: Captured) -> _Line:
 
 
 def _find_last_uses(captured: Captured, line: _Line) -> None:
-    """last_use[v]: place of the last node that needs v, or needs a view that is taken from v again."""
+    """last_use[v]: place of the last node that needs v, or a view that is taken from v again; own_use: that has v itself."""
     end = len(line.nodes)
     uses = {n: max((line.place.get(u, end) for u in n.users), default=i) for n, i in line.place.items()}
+    line.own_use = dict(uses)
     for node in reversed(line.nodes):
         if node in line.base and line.base[node] in uses:
             source = line.base[node]
@@ -138,9 +154,9 @@ def _forbid(captured: Captured, line: _Line, written: dict[int, list[fx.Node]]) 
     for node, end in line.last_use.items():
         if not isinstance(node.meta["val"], torch.Tensor):
             keep_together(line.place[node], end)
-    for users in regrouped_sums(line.base):
-        places = [line.place[u] for u in users if u in line.place and u.meta["grad"]]
-        keep_together(min(places, default=0), max(places, default=0))
+    for node in line.base:
+        if node in line.place and not isinstance(node.meta["val"], torch.Tensor):
+            keep_together(line.place[node], line.own_use[node])
     depth, line.allowed = 0, [False] * (len(line.nodes) + 1)
     for cut in range(1, len(line.nodes)):
         depth += torn[cut]
@@ -155,17 +171,23 @@ def _work(node: fx.Node, captured: Captured, bandwidth: float) -> float:
 
 
 def _crossing_seconds(line: _Line, link: Link) -> list[float]:
-    """Seconds that a cut's messages take (a value, and its gradient if it has one), for every position; 0 at the ends."""
+    """Seconds that a cut's messages take (values, and the gradients that come back), for every position; 0 at the ends."""
     steps = [0.0] * (len(line.nodes) + 2)
     count = [0] * (len(line.nodes) + 2)
-    for node, end in line.last_use.items():
+
+    def crosses(node: fx.Node, end: int) -> None:
         value, start = node.meta["val"], line.place[node]
         if isinstance(value, torch.Tensor) and end > start:
-            seconds = value.nbytes * (2 if node.meta["grad"] else 1) / link.bandwidth
+            seconds = value.nbytes / link.bandwidth
             steps[start + 1] += seconds
             steps[end + 1] -= seconds
             count[start + 1] += 1
             count[end + 1] -= 1
+
+    for node, end in line.last_use.items():
+        crosses(node, end)
+    for node in line.gradients():
+        crosses(node, line.own_use[node])
     total, live, result = 0.0, 0, [0.0] * (len(line.nodes) + 1)
     for cut in range(1, len(line.nodes)):
         total += steps[cut]
@@ -191,9 +213,10 @@ def _pin(line: _Line, name: str) -> int:
 
 
 def _stage(captured: Captured, line: _Line, index: int, start: int, end: int, *, last: bool) -> Forward:
-    inputs = line.crossing(start)
+    inputs, views_in = line.crossing(start), line.views_crossing(start)
     outputs = list(outputs_of(captured.graph)) if last else line.crossing(end)
-    needed = _needed(line, line.nodes[start:end], outputs, set(inputs))
+    views_out = [] if last else line.views_crossing(end)
+    needed = _needed(line, line.nodes[start:end], [*outputs, *views_in, *views_out], set(inputs))
     order = [n for n in captured.graph.nodes if n in needed]
     places = [n.name for n in order if n.op == "placeholder"]
     groups = [
@@ -213,6 +236,8 @@ def _stage(captured: Captured, line: _Line, index: int, start: int, end: int, *,
         tuple(n.name for n in outputs),
         seconds,
         start,
+        tuple(n.name for n in views_in),
+        tuple(n.name for n in views_out),
     )
 
 

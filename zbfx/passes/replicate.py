@@ -7,7 +7,6 @@ holes or overlaps, which are cheaper and exact to take again from their dense ba
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -92,35 +91,3 @@ def bases(captured: Captured) -> dict[fx.Node, fx.Node]:
         elif is_view(node.target) and (not isinstance(value, torch.Tensor) or not is_dense(value)):
             found[node] = source
     return found
-
-
-def regrouped_sums(base: Mapping[fx.Node, fx.Node]) -> Iterator[list[fx.Node]]:
-    """Uses of one value, directly and through views taken again, that a cut between them would sum in another order.
-
-    The gradient of a view joins its value's where the view was taken; a view that two stages take joins it twice. Up to two
-    terms add up to the same bits either way, and views of one chunk or split do not overlap.
-    """
-    views: dict[fx.Node, list[fx.Node]] = {}
-    for view, source in base.items():
-        views.setdefault(source, []).append(view)
-    for value in [v for v in views if v not in base]:
-        if not value.meta["grad"]:
-            continue
-        direct = [u for u in value.users if u not in base]
-        pieces = [[_uses(piece, views) for piece in _pieces(view, views)] for view in views[value]]
-        most = [max(map(len, uses), default=0) for uses in pieces]
-        if len(direct) + sum(most) > 2:
-            yield [*direct, *[u for parts in pieces for uses in parts for u in uses]]
-
-
-def _pieces(view: fx.Node, views: Mapping[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    """The parts of a chunk or split, which do not overlap; a single view is its own only part."""
-    if isinstance(view.meta["val"], torch.Tensor):
-        return [view]
-    return [u for u in view.users if u.target is operator.getitem]
-
-
-def _uses(view: fx.Node, views: Mapping[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    """What uses a view, or a view that is taken of it."""
-    inner = views.get(view, [])
-    return [u for u in view.users if u not in inner] + [u for v in inner for u in _uses(v, views)]

@@ -27,6 +27,8 @@ def signature(forward: Forward, tangents: Sequence[Any]) -> Signature:
     number = {n: i for i, n in enumerate(forward.graph.nodes)}
     places, regions = _found(forward, "place"), _found(forward, "region")
     groups = (forward.params, forward.buffers, forward.constants, forward.leaves, forward.inputs, forward.outputs)
+    by_name = {n.name: number[n] for n in number}
+    views = tuple(tuple(by_name[v] for v in names) for names in (forward.views_in, forward.views_out))
 
     def line(node: fx.Node) -> str:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Reference(number[n]))
@@ -35,7 +37,7 @@ def signature(forward: Forward, tangents: Sequence[Any]) -> Signature:
         own = (places.get(node.meta.get("place")), regions.get(node.meta.get("region")))
         return repr((node.op, "" if node.op == "placeholder" else node.target, args, kwargs, value, read, own))
 
-    return (tuple(map(len, groups)), tuple(_type(t) for t in tangents), tuple(map(line, forward.graph.nodes)))
+    return (tuple(map(len, groups)), views, tuple(_type(t) for t in tangents), tuple(map(line, forward.graph.nodes)))
 
 
 class _Reference(int):
@@ -64,7 +66,8 @@ def renamed(stage: Stage, joint: Joint, forward: Forward, captured: Captured) ->
     """The stage of `forward`, made from the stage and joint graph of another with an equal signature."""
     before = [n.name for n in joint.graph.nodes if n.op == "placeholder"]
     places = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
-    after = [*[_plain(name) for name in places], *[f"g_{forward.outputs[i]}" for i in joint.tangents]]
+    outputs = (*forward.outputs, *forward.views_out)
+    after = [*[_plain(name) for name in places], *[f"g_{outputs[i]}" for i in joint.tangents]]
     names = dict(zip(before, after, strict=True))
     draws = dict(zip(_found(joint.forward, "place"), _found(forward, "place"), strict=True))
     return replace(

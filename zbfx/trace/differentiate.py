@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Joint:
-    """Trace the stage's backward. tangents[i] lends its layout to the gradient of output i; None: no gradient comes.
+    """Trace the stage's backward. tangents[i] lends its layout to the gradient of output (then view) i; None: none comes.
 
     The loss (the last stage's only output) has a tangent of its own shape. Gradients that autograd finds to be absent are
     left out of gx and gparams.
@@ -36,7 +36,7 @@ def differentiate(forward: Forward, tangents: Sequence[FakeTensor | None]) -> Jo
     graph = _traced(trace, [*[n.meta["val"] for n in places], *[t for _, t in gys]])
     names = [
         *[n.name.removeprefix("p_model_").removeprefix("b_model_").removeprefix("c_model_") for n in places],
-        *[f"g_{forward.outputs[i]}" for i, _ in gys],
+        *[f"g_{(*forward.outputs, *forward.views_out)[i]}" for i, _ in gys],
     ]
     offset = len(places) - len(forward.inputs)
     gx = tuple(i - offset for i in trace.found if i >= offset)
@@ -87,13 +87,18 @@ class _Marks:
 
 
 class _MarkedReplay(Replay):
-    def __init__(self, graph: fx.Graph, marks: _Marks) -> None:
+    def __init__(self, graph: fx.Graph, marks: _Marks, views_in: Sequence[str] = (), views_out: Sequence[str] = ()) -> None:
         super().__init__(graph)
-        self.marks = marks
+        self.marks, self.views_in = marks, views_in
+        self.views: dict[str, Any] = dict.fromkeys((*views_in, *views_out))
 
     def run_node(self, n: fx.Node) -> Any:
         self.marks.mark(n)
         result = super().run_node(n)
+        if n.name in self.views_in:  # its gradient goes to the stage that took it first, not into what it is taken from
+            result = result.detach().requires_grad_()
+        if n.name in self.views:
+            self.views[n.name] = result
         if torch.is_grad_enabled():
             self.marks.follow(result, n)
         return result
@@ -112,14 +117,18 @@ class _Trace:
         ins = [v.detach() if isinstance(v, torch.Tensor) else v for v in flat[:count]]
         for i in self.wanted:
             ins[i].requires_grad_()
-        ys = _MarkedReplay(self.forward.graph, self.marks).run(*ins)
-        pairs = [(ys[i], gy) for i, gy in zip(self.gys, flat[count:], strict=True) if ys[i].requires_grad]
-        if not pairs or not self.wanted:
+        forward = self.forward
+        replay = _MarkedReplay(forward.graph, self.marks, forward.views_in, forward.views_out)
+        ys = replay.run(*ins)
+        ends = [*ys, *[replay.views[name] for name in forward.views_out]]
+        pairs = [(ends[i], gy) for i, gy in zip(self.gys, flat[count:], strict=True) if ends[i].requires_grad]
+        wanted = [*self.wanted, *range(count, count + len(forward.views_in))]
+        if not pairs or not wanted:
             return tuple(ys)
-        leaves = [ins[i] for i in self.wanted]
+        leaves = [*[ins[i] for i in self.wanted], *[replay.views[name] for name in forward.views_in]]
         grads = torch.autograd.grad([y for y, _ in pairs], leaves, [gy for _, gy in pairs], allow_unused=True)
-        self.found = [i for i, g in zip(self.wanted, grads, strict=True) if g is not None]
-        for i, g in zip(self.wanted, grads, strict=True):
+        self.found = [i for i, g in zip(wanted, grads, strict=True) if g is not None]
+        for i, g in zip(wanted, grads, strict=True):
             if g is not None and g.layout != torch.strided:
                 names = [n.name for n in self.forward.graph.nodes if n.op == "placeholder"]
                 raise TraceError(
