@@ -17,9 +17,11 @@ from torch import fx, nn
 import zbfx
 from zbfx.codegen.function import alias, literal
 from zbfx.errors import TraceError
+from zbfx.ir import Schedule
+from zbfx.text import parse_action
 
 
-def plan_of(schedule: str = "zb-h1", **options: Any) -> zbfx.Plan:
+def plan_of(schedule: str | Schedule = "zb-h1", **options: Any) -> zbfx.Plan:
     """Two stages of two layers, three microbatches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
@@ -33,6 +35,12 @@ def test_text_of_the_programs(schedule: str, golden: Callable[..., None]) -> Non
     plan = plan_of(schedule)
     for program in plan.programs:
         golden(program.source, f"rank_{program.rank}")
+
+
+def test_text_of_a_program_with_W_in_parts(golden: Callable[..., None]) -> None:
+    words = ["0F0 0F1 0B0 0W0.0 0B1 0W0.1 0W1.0 0W1.1", "1F0 1B0 1F1 1B1 1W0.0 1W0.1 1W1.0 1W1.1"]
+    schedule = Schedule((0, 1), tuple(tuple(map(parse_action, word.split())) for word in words), "in parts")
+    golden(plan_of(schedule, microbatches=2).programs[1].source)
 
 
 def test_one_rank_needs_no_messages(golden: Callable[..., None]) -> None:
