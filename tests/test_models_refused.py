@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import zbfx
-from tests.equal import case, pipe_for
+from tests.equal import case, eager, pipe_for, step
+from tests.reference import differences
 from tests.test_models_weights import WIDTH, Chain, mse, vectors
 
 
@@ -161,3 +162,40 @@ def test_a_function_without_tensors_is_refused() -> None:
 
     with pytest.raises(zbfx.TraceError, match="a custom autograd function must return tensors to be split"):
         pipe_for(case(Uses, mse, vectors), 2)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def on_meta(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(module)
+        setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).to("meta")))
+    return model
+
+
+def test_parameters_partly_without_values_are_refused_unless_they_are_filled() -> None:
+    of = case(Chain, mse, vectors)
+    ours = on_meta(of.fresh(), "layers.2.weight")
+    with pytest.raises(
+        zbfx.InputError,
+        match=r"'layers.2.weight' on meta, without values, and 'layers.0.weight' on cpu. Pass init= to zbfx.compile",
+    ):
+        zbfx.compile(ours, 2, loss=mse)
+    model, pipe = pipe_for(of, 2, model=ours, init=of.fresh().state_dict())
+    assert differences(model, step(of, pipe), eager(of, 2)) == []
+
+
+def test_two_real_devices_are_refused() -> None:
+    """Without a GPU: fake tensors say that they lie on one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    ours = case(Chain, mse, vectors).fresh()
+    with FakeTensorMode():
+        ours.layers[3].bias = nn.Parameter(torch.empty(WIDTH, device="cuda:1"))
+    with pytest.raises(
+        zbfx.InputError,
+        match=r"'layers.0.weight' on cpu, 'layers.3.bias' on cuda:1. Put it on one .* model.cpu\(\) .* device_map",
+    ):
+        zbfx.compile(ours, 2, loss=mse, device="cpu")

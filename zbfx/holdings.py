@@ -122,5 +122,32 @@ class Holdings:
                 tensor.copy_(state[name])
 
 
+def refuse_several_devices(model: torch.nn.Module, *, filled: bool) -> None:
+    """Raises InputError where a model's tensors lie on several devices: zbfx brings each stage to its rank's device itself.
+
+    Either all parameters lie on the meta device or none, unless those are `filled` (by an init, or on other ranks). Buffers
+    with values beside parameters without are common: __init__ computed them.
+    """
+    parameters = dict(model.named_parameters())
+    places: dict[str, str] = {}  # device -> the first tensor on it
+    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
+        if not tensor.is_meta:
+            places.setdefault(str(tensor.device), name)
+    if len(places) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in places.items())
+        raise InputError(
+            f"the model lies on several devices: {where}. Put it on one before compiling, with model.cpu() or "
+            f'model.to({next(iter(places))!r}), and load it without device_map="auto": zbfx brings each stage to its '
+            "rank's device"
+        )
+    empty = next((name for name, p in parameters.items() if p.is_meta), None)
+    full = next((name for name, p in parameters.items() if not p.is_meta), None)
+    if empty is not None and full is not None and not filled:
+        raise InputError(
+            f"the model lies on several devices: {empty!r} on meta, without values, and {full!r} on "
+            f"{parameters[full].device}. Pass init= to zbfx.compile, a function fn(name, tensor) that fills each in place, or a state dict"
+        )
+
+
 def _slots(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers

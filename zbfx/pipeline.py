@@ -15,9 +15,9 @@ from zbfx.batch import Batch, read_batch
 from zbfx.compile import Options, build_plan, reorder
 from zbfx.engine import Engine, Observed
 from zbfx.errors import InputError, PlanError
-from zbfx.holdings import Holdings, Init
+from zbfx.holdings import Holdings, Init, refuse_several_devices
 from zbfx.ir import Schedule
-from zbfx.ordering import chunks_of
+from zbfx.ordering import Search, check_search, chunks_of
 from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
@@ -39,6 +39,9 @@ def compile(
     schedule: str | Schedule = "zb-h1",
     memory: str | int | None = None,
     placement: str | Sequence[int] | None = None,
+    objective: str = "makespan",
+    w_parts: int = 1,
+    seconds: float | None = None,
     cuts: Sequence[str] = (),
     reduction: str = "mean",
     shared: Sequence[str] = (),
@@ -54,9 +57,12 @@ def compile(
     (a missing target is taken from the model's output where loss allows), without at the first step.
     loss: fn(output, target) -> scalar; absent when the model returns its own loss. microbatches: slices of a batch per step,
     2 * num_stages by default. ranks: workers, the size of the process group or num_stages by default. schedule: "gpipe",
-    "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v" and more by name, "auto" (searched within `memory`), or a Schedule.
-    placement: the rank of each stage, by name ("blocks", "interleaved", "v", "zigzag") or as a list; by default what the
-    schedule is made for. memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and activations.
+    "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v" and more by name, "auto" (searched within `memory`), "zb-1p" and "zb-2p"
+    (searched within 1 or 2 times as many activations as ranks), "exact" (proven optimal or with a proven bound; needs
+    zbfx[exact]), or a Schedule. placement: the rank of each stage, by name ("blocks", "interleaved", "v", "zigzag") or as a
+    list, or "auto" (searched); by default what the schedule is made for. objective of a search: "makespan", or "span" where
+    steps follow one another without a barrier. w_parts: a search divides W into as many parts, by parameters. seconds: the
+    search's budget (by size by default, 30 for exact). memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and activations.
     cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their number;
     "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a process
     group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor) that
@@ -93,7 +99,9 @@ def compile(
         placement if placement is None or isinstance(placement, str) else tuple(placement),
         dead_after,
         timeout,
+        Search(objective, w_parts, seconds),
     )
+    check_search(options.search, schedule, options.placement)
     if not 0 < dead_after <= timeout:
         raise InputError(f"{dead_after=}, {timeout=}: seconds, with 0 < dead_after <= timeout")
     pipe = Pipeline(model, options, loss=loss, shared=tuple(shared), init=init)
@@ -138,9 +146,11 @@ class Pipeline:
         plan: Plan | None = None,
     ) -> None:
         self._model, self._options, self._loss, self._shared = model, options, loss, shared
-        self._holdings = Holdings(model, options.device, init)
         where = place()
-        self._holdings.is_partial = where is not None and where.size > 1
+        partial = where is not None and where.size > 1
+        refuse_several_devices(model, filled=init is not None or partial)
+        self._holdings = Holdings(model, options.device, init)
+        self._holdings.is_partial = partial
         self._engine: Engine | None = None
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._current: Plan | None = None
@@ -222,7 +232,7 @@ class Pipeline:
 
     def _build(self, batch: Batch, forward_only: bool, predict: bool) -> Plan:
         args, kwargs, target = batch.example()
-        like = self._current or self._loaded
+        like = self._current or self._loaded or next(iter(self._plans.values()), None)
         with _evaluating(self._model) if forward_only else _as_it_is():
             return build_plan(
                 self._model,
