@@ -144,8 +144,8 @@ def refuse_several_devices(model: torch.nn.Module, *, filled: bool) -> None:
     full = next((name for name, p in parameters.items() if not p.is_meta), None)
     if empty is not None and full is not None and not filled:
         raise InputError(
-            f"the model lies on several devices: {empty!r} on meta, without values, and {full!r} on "
-            f"{parameters[full].device}. Pass init= to zbfx.compile, a function fn(name, tensor) that fills each in place, or a state dict"
+            f"the model lies on several devices: {empty!r} on meta, without values, and {full!r} on {parameters[full].device}. "
+            "Pass init= to zbfx.compile, a function fn(name, tensor) that fills each in place, or a state dict"
         )
 
 
