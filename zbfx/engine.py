@@ -21,7 +21,7 @@ from zbfx.ir import Place, Program, Span, Timeline, Value
 from zbfx.plan import Plan
 from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
-from zbfx.text import parse_action
+from zbfx.text import parse_span
 from zbfx.ties import Tie, find_ties, sum_ties
 
 
@@ -281,7 +281,7 @@ def _observe(channel: Any, plan: Plan, recorders: Mapping[int, Recorder]) -> Obs
     every = channel.all_gather(next(iter(mine.values()))) if channel is not None else [mine[r] for r in sorted(mine)]
     zero = min(e["origin"] for e in every)
     spans = tuple(
-        tuple(Span(parse_action(a), e["origin"] - zero + start, e["origin"] - zero + end) for a, start, end in e["spans"])
+        tuple(Span(parse_span(a), e["origin"] - zero + start, e["origin"] - zero + end) for a, start, end in e["spans"])
         for e in every
     )
     peak = tuple(e["peak"] for e in every)

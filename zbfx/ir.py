@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import fx
 
-Kind = Literal["F", "B", "W", "BW"]
+Kind = Literal["F", "B", "W", "BW", "S", "V", "U", "L"]
 
 
 # ---------------------------------------------------------------- order
@@ -21,7 +21,11 @@ Kind = Literal["F", "B", "W", "BW"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One unit of compute: `2F0` is the forward of stage 2 for microbatch 0; `0W3.1` is part 1 of a W split in parts."""
+    """One unit of compute: `2F0` is the forward of stage 2 for microbatch 0; `0W3.1` is part 1 of a W split in parts.
+
+    What a rank does once per step stands under the rank's number: `1S0` (state of the gradients), `1V0` (validation by the
+    state of all), `1U0` (update), `1L0` (loss).
+    """
 
     stage: int
     kind: Kind
@@ -137,6 +141,21 @@ class Solution:
         return max(0.0, (found - bound) / found) if found > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A training step: a schedule and what each rank does besides, in the order of timeline.spans.
+
+    feeds: messages beside activations and gradients, producer -> consumers on other ranks. repeated[r]: how many of rank r's
+    first actions run again where a validation finds that the weights were wrong. period: seconds from one step to the next.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    feeds: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
+    repeated: tuple[int, ...] = ()
+    period: float = 0.0
+
+
 # ---------------------------------------------------------------- computation
 
 
@@ -242,7 +261,8 @@ def _line(node: fx.Node) -> str:
 
 # ---------------------------------------------------------------- instructions
 
-Verb = Literal["post", "recv", "compute", "loss", "send", "sent"]
+Verb = Literal["post", "recv", "compute", "loss", "send", "sent", "drop", "report", "measure", "learn", "update"]
+When = Literal["", "ahead", "wrong", "cautious"]  # the rank's flag that must be set for an instruction to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +278,21 @@ class Instr:
     writes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
     peer: int | None = None
+    when: When = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A rank's instructions, first to last, and (once generated) the Python text that runs."""
+    """A rank's instructions, first to last, and (once generated) the Python text that runs.
+
+    flush: what completes the last step where steps reach into one another.
+    """
 
     rank: int
     instrs: tuple[Instr, ...]
     source: str = ""
     path: str = ""  # the file that `source` was read from
+    flush: tuple[Instr, ...] = ()
     held: tuple[int, ...] = ()  # bytes of activations held after each instruction
     peak: int = 0  # largest bytes of activations at any moment, temporaries inside the stage functions included
 

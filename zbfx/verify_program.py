@@ -6,7 +6,9 @@ has begun. A set of programs is free of deadlock if the graph of "happens before
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 
@@ -17,10 +19,23 @@ _Place = tuple[int, int]  # rank, index of the instruction
 
 
 def verify_programs(programs: Sequence[Program]) -> None:
-    """Raises VerifyError with the program around the fault. A program without text is checked all the same."""
-    for program in programs:
-        _verify_buffers(program)
-    _verify_messages(programs)
+    """Raises VerifyError with the program around the fault. A program without text is checked all the same.
+
+    Where instructions depend on a flag, which all ranks set alike, every way through the programs is checked.
+    """
+    ways = variants([i for p in programs for i in p.instrs])
+    for flags in ways:
+        run = [replace(p, instrs=tuple(i for i in p.instrs if i.when in flags)) for p in programs]
+        for program in run:
+            _verify_buffers(program)
+        _verify_messages(run)
+    _verify_messages([replace(p, instrs=p.flush) for p in programs])
+
+
+def variants(instrs: Sequence[Instr]) -> list[set[str]]:
+    """The sets of flags that a step may run with: nothing wrong, first forwards again, waiting for the state of all."""
+    used = {i.when for i in instrs}
+    return [{"", "ahead"}, *[flags for flags in ({"", "ahead", "wrong"}, {"", "cautious"}) if flags & used > {""}]]
 
 
 def show(program: Program, index: int) -> str:
@@ -56,14 +71,19 @@ def _verify_buffers(program: Program) -> None:
 
 def _verify_messages(programs: Sequence[Program]) -> None:
     at: dict[tuple[str, str], _Place] = {}
+    times: Counter[tuple[str, str]] = Counter()  # what is run again sends again: the second time it is another message
+    again = any(i.when == "wrong" for p in programs for i in p.instrs)
     edges: dict[tuple[str, int, int], list[str]] = {}
     graph: nx.DiGraph[_Place] = nx.DiGraph()
     for program in programs:
         for i, instr in enumerate(program.instrs):
             graph.add_edge((program.rank, i - 1), (program.rank, i))
-            if instr.verb in ("compute", "loss"):
+            if instr.verb not in ("post", "recv", "send", "sent"):
                 continue
             key = (instr.verb, str(instr.action))
+            times[key] += 1
+            if again and times[key] > 1:
+                key = (instr.verb, f"{instr.action} (time {times[key]})")
             if key in at or instr.peer is None:
                 raise VerifyError(f"{instr.verb} of {instr.action} comes twice, or has no peer\n{show(program, i)}")
             at[key] = (program.rank, i)

@@ -14,6 +14,7 @@ from zbfx.ir import CostModel, Span, Timeline
 from zbfx.text import format_bytes
 
 STYLES = {"F": "black on bright_blue", "B": "black on bright_green", "W": "black on bright_yellow", "BW": "black on bright_cyan"}
+STYLES |= {"U": "white on magenta", "V": "white on red", "S": "white on red", "L": "white on red"}
 _SECOND_CHUNK = {"F": "white on blue", "B": "white on green", "W": "black on yellow", "BW": "white on cyan"}
 _IDLE = "·"
 
@@ -104,7 +105,7 @@ def _draw_rank(rank: Sequence[Span], start: float, scale: float, columns: int) -
         at = max(at, left)
         if right > at:
             kind = span.action.kind
-            styles = STYLES if span.action.stage == first_stage else _SECOND_CHUNK
+            styles = STYLES if span.action.stage == first_stage or kind not in _SECOND_CHUNK else _SECOND_CHUNK
             row.append(_cell(kind, span.action.mb, right - at), style=styles[kind])
             at = right
     row.append(_IDLE * max(columns - at, 0), style="dim")

@@ -19,6 +19,7 @@ from zbfx.errors import MemoryBudgetError, VerifyError
 from zbfx.ir import Cost, CostModel, Instr, Program, Schedule, Stage
 from zbfx.passes.allocate import allocate, refuse_over_limit
 from zbfx.passes.communicate import communicate
+from zbfx.passes.course import bare
 from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.simulate import simulate
 from zbfx.verify_program import verify_programs
@@ -42,7 +43,7 @@ def costs_for(schedule: Schedule, seconds: Sequence[float] = (1.0, 1.0, 1.0), ho
 
 
 def programs_for(schedule: Schedule, stages: Sequence[Stage], costs: CostModel | None = None) -> tuple[Program, ...]:
-    instrs = communicate(schedule, stages, simulate(schedule, costs or costs_for(schedule)))
+    instrs = communicate(bare(schedule, simulate(schedule, costs or costs_for(schedule))), stages)
     profiles: dict[int, Any] = {}
     return tuple(allocate(r, i, stages, profiles) for r, i in enumerate(instrs))
 

@@ -24,6 +24,7 @@ from zbfx.errors import VerifyError
 from zbfx.ir import Action, Joint, Part, Schedule, Stage, function_of
 from zbfx.passes.allocate import allocate
 from zbfx.passes.communicate import communicate
+from zbfx.passes.course import bare
 from zbfx.passes.order_fixed import order_fixed
 from zbfx.passes.simulate import simulate
 from zbfx.passes.split_backward import root_of
@@ -118,7 +119,7 @@ def test_what_two_parts_need_is_kept_once_until_the_last_of_them() -> None:
     words = "0F0 1F0 2F0 2B0 2W0 1B0 0B0 0W0 1W0.0 1W0.1"
     schedule = Schedule((0, 0, 0), (tuple(map(parse_action, words.split())),))
     running = (stages[0], divided, stages[2])
-    (instrs,) = communicate(schedule, running, simulate(schedule, costs_for(schedule)))
+    (instrs,) = communicate(bare(schedule, simulate(schedule, costs_for(schedule))), running)
     held = allocate(0, instrs, running, {})
     at = {str(i.action): h for i, h in zip(held.instrs, held.held, strict=True) if i.verb == "compute"}
     x, gy = 4 * 8 * 4, 4 * 8 * 4
@@ -165,7 +166,7 @@ def test_any_schedule_with_parts_gives_programs_that_cannot_deadlock(data: st.Da
     num_stages = data.draw(st.integers(1, 4))
     schedule = data.draw(random_schedules(num_stages, data.draw(st.integers(1, num_stages)), max_parts=3))
     stages = with_w_parts(stages_of(num_stages), schedule, one)
-    instrs = communicate(schedule, stages, simulate(schedule, costs_for(schedule)))
+    instrs = communicate(bare(schedule, simulate(schedule, costs_for(schedule))), stages)
     programs = tuple(allocate(r, i, stages, {}) for r, i in enumerate(instrs))
     verify_programs(programs)
     assert run_with_rendezvous(programs)

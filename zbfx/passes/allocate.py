@@ -9,14 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from zbfx.errors import MemoryBudgetError, VerifyError
 from zbfx.ir import Action, Instr, Program, Stage, Value, function_of
 from zbfx.passes.liveness import Ledger, Profile, Slot, profile
+from zbfx.verify_program import variants
 
 
-def allocate(rank: int, instrs: Sequence[Instr], stages: Sequence[Stage], profiles: dict[int, Profile]) -> Program:
-    """Instructions -> Program with frees, bytes held after each instruction, and the peak. `profiles` is filled as needed."""
+def allocate(
+    rank: int,
+    instrs: Sequence[Instr],
+    stages: Sequence[Stage],
+    profiles: dict[int, Profile],
+    flush: Sequence[Instr] = (),
+) -> Program:
+    """Instructions -> Program with frees, bytes held after each instruction, and the peak. `profiles` is filled as needed.
+
+    Held is what a step holds that finds nothing wrong; the peak is the largest of all that a step may do.
+    """
     instrs = _with_frees(instrs)
+    held, peak = _play(instrs, {"", "ahead"}, stages, profiles)
+    for flags in variants(instrs)[1:]:
+        peak = max(peak, _play(instrs, flags, stages, profiles)[1])
+    return Program(rank, tuple(instrs), flush=tuple(_with_frees(flush)), held=tuple(held), peak=peak)
+
+
+def _play(
+    instrs: Sequence[Instr], flags: set[str], stages: Sequence[Stage], profiles: dict[int, Profile]
+) -> tuple[list[int], int]:
+    """Bytes held after each instruction, and the peak, in a step that runs the instructions with these flags."""
     ledger = Ledger()
     buffers: dict[str, list[Slot]] = {}
     posted: dict[Action, list[Slot]] = {}
@@ -24,25 +46,32 @@ def allocate(rank: int, instrs: Sequence[Instr], stages: Sequence[Stage], profil
     held = []
     for instr in instrs:
         a = instr.action
-        if instr.verb == "post":
+        if instr.when not in flags:
+            pass
+        elif instr.verb == "post":
             posted[a] = [ledger.new(v.nbytes) for v in message_values(a, stages)]
         elif instr.verb == "recv":
             buffers[instr.writes[0]] = posted.pop(a)
         elif instr.verb == "send":
-            leaving[a] = buffers.pop(instr.reads[0])
+            leaving[a] = [s for name in instr.reads for s in buffers.pop(name)]
         elif instr.verb == "sent":
             ledger.drop(leaving.pop(a))
-        elif instr.verb == "loss":
-            ledger.drop(buffers.pop(instr.reads[0]))
-            buffers.update({name: [None] for name in instr.writes})
-        else:
+        elif instr.verb == "compute":
             _call(ledger, instr, stages, profiles, buffers)
+        else:  # what these make is the rank's own, and outlives the step
+            ledger.drop([s for name in instr.reads for s in buffers.pop(name)])
+            buffers.update({name: [None] for name in instr.writes})
         held.append(ledger.live)
-    return Program(rank, tuple(instrs), held=tuple(held), peak=ledger.peak)
+    return held, ledger.peak
 
 
 def message_values(consumer: Action, stages: Sequence[Stage]) -> tuple[Value, ...]:
-    """What travels to an action: the stage before's outputs, or the stage after's input gradients."""
+    """What travels to an action: the stage before's outputs, the stage after's input gradients, the loss, or the state of
+    the gradients: per stage the squared norm, and whether one is not finite."""
+    if consumer.kind == "L":
+        return (replace(stages[-1].F.group("y")[0], name="loss"),)
+    if consumer.kind in ("S", "V"):
+        return (Value("state", torch.float64, (len(stages), 2), (2, 1)),)
     if consumer.kind == "F":
         return stages[consumer.stage - 1].F.group("y")
     following = stages[consumer.stage + 1]

@@ -8,11 +8,14 @@ action to hide behind. Numbering makes every wait point forward, even where a se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from zbfx.ir import Action, Instr, Schedule, Stage, Timeline, function_of
+from zbfx.ir import Action, Course, Instr, Schedule, Stage, Verb, When, function_of
 from zbfx.passes.w_parts import expanded
+
+_VERBS: dict[str, Verb] = {"L": "report", "S": "measure", "V": "learn", "U": "update"}
+_ONCE = frozenset(_VERBS)  # kinds of what a rank does once a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +28,44 @@ class Message:
     target: int
 
 
-def communicate(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> tuple[tuple[Instr, ...], ...]:
+def communicate(course: Course, stages: Sequence[Stage]) -> tuple[tuple[Instr, ...], ...]:
     """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish."""
-    orders = [[part for a in rank for part in expanded(a, stages[a.stage])] for rank in schedule.ranks]
-    number = _numbers(schedule, stages, timeline)
-    messages = _messages(schedule, stages, orders)
+    orders = [[part for span in rank for part in _expanded(span.action, stages)] for rank in course.timeline.spans]
+    number = _numbers(course, stages)
+    messages = _messages(course, stages, orders)
     posts = _place_posts(orders, messages, number)
-    into = {m.consumer: m for m in messages}
-    out: dict[Action, Message] = {m.producer: m for m in messages}
-    return tuple(_instructions(r, order, posts, into, out, stages, schedule) for r, order in enumerate(orders))
+    early = {a for order, n in zip(orders, course.repeated, strict=False) for a in order[:n]}
+    writer = _Writer(course.schedule, stages, messages, posts, early, bool(course.repeated))
+    return tuple(writer.instructions(r, order) for r, order in enumerate(orders))
 
 
-def _numbers(schedule: Schedule, stages: Sequence[Stage], timeline: Timeline) -> dict[Action, int]:
+def validation(instrs: Sequence[Instr]) -> tuple[Instr, ...]:
+    """The instructions by which a rank learns the state of all after its last step: what completes a run."""
+    return tuple(replace(i, when="") for i in instrs if i.when == "cautious")
+
+
+def _expanded(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    return (action,) if action.kind in _ONCE else expanded(action, stages[action.stage])
+
+
+def _numbers(course: Course, stages: Sequence[Stage]) -> dict[Action, int]:
     """Every action's place in one order: by simulated start, ties by a dependency-respecting walk."""
-    waiting = [list(rank) for rank in timeline.spans]
+    waiting = [list(rank) for rank in course.timeline.spans]
     heads = [0] * len(waiting)
     done: set[Action] = set()
     number: dict[Action, int] = {}
-    last = schedule.num_stages - 1
+    last = course.schedule.num_stages - 1
+    feeder = {c: p for p, consumers in course.feeds.items() for c in consumers}
 
     def ready(a: Action) -> bool:
-        before = _feeder(a, last)
+        before = feeder.get(a) if a.kind in _ONCE else _feeder(a, last)
         return before is None or before in done
 
     while any(h < len(rank) for rank, h in zip(waiting, heads, strict=True)):
         heads_now = [(rank[h], r) for r, (rank, h) in enumerate(zip(waiting, heads, strict=True)) if h < len(rank)]
         span, r = min((s for s in heads_now if ready(s[0].action)), key=lambda s: (s[0].start, s[1]))
         heads[r] += 1
-        for part in expanded(span.action, stages[span.action.stage]):
+        for part in _expanded(span.action, stages):
             number[part] = len(number)
             done.add(_as_consumer(part))
     return number
@@ -72,13 +85,14 @@ def _feeder(action: Action, last: int) -> Action | None:
     return Action(action.stage + 1, "B", action.mb) if action.stage < last else None
 
 
-def _messages(schedule: Schedule, stages: Sequence[Stage], orders: Sequence[Sequence[Action]]) -> list[Message]:
-    found = []
+def _messages(course: Course, stages: Sequence[Stage], orders: Sequence[Sequence[Action]]) -> list[Message]:
+    found, home = [], course.schedule.placement
     for rank, order in enumerate(orders):
         for a in order:
-            consumer = _consumer(a, stages)
-            if consumer is not None and schedule.placement[consumer.stage] != rank:
-                found.append(Message(a, consumer, rank, schedule.placement[consumer.stage]))
+            consumer = None if a.kind in _ONCE else _consumer(a, stages)
+            if consumer is not None and home[consumer.stage] != rank:
+                found.append(Message(a, consumer, rank, home[consumer.stage]))
+            found += [Message(a, c, rank, c.stage) for c in course.feeds.get(a, ())]
     return found
 
 
@@ -108,35 +122,111 @@ def _place_posts(
     return posts
 
 
-def _instructions(
-    rank: int,
-    order: Sequence[Action],
-    posts: dict[Action, list[Message]],
-    into: dict[Action, Message],
-    out: dict[Action, Message],
-    stages: Sequence[Stage],
-    schedule: Schedule,
-) -> tuple[Instr, ...]:
-    instrs: list[Instr] = []
-    leaving: list[Message] = []
-    for a in order:
-        instrs += [Instr("post", m.consumer, peer=m.source) for m in posts.get(a, ())]
-        wanted = _as_consumer(a)
-        if wanted in into and a.kind != "W":
-            name = _name("x" if a.kind == "F" else "gy", a.stage, a.mb)
-            instrs.append(Instr("recv", wanted, writes=(name,), peer=into[wanted].source))
-        computed = _compute(rank, a, stages, schedule)
-        instrs += computed
-        if computed:
-            instrs += [Instr("sent", m.consumer, peer=m.target) for m in leaving]
-            leaving = []
-        if a in out:
-            m = out[a]
-            name = _name("y" if a.kind == "F" else "gx", a.stage, a.mb)
-            instrs.append(Instr("send", m.consumer, reads=(name,), peer=m.target))
-            leaving.append(m)
-    instrs += [Instr("sent", m.consumer, peer=m.target) for m in leaving]
-    return tuple(instrs)
+class _Writer:
+    """Writes each rank's instructions. early: the forwards that run again where a validation finds wrong weights."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Stage],
+        messages: Sequence[Message],
+        posts: Mapping[Action, Sequence[Message]],
+        early: set[Action],
+        validates: bool,
+    ) -> None:
+        self.schedule, self.stages, self.posts, self.early, self.validates = schedule, stages, posts, early, validates
+        self.messages = messages
+        self.into = {m.consumer: m for m in messages}
+        self.out: dict[Action, list[Message]] = {}
+        for m in messages:
+            self.out.setdefault(m.producer, []).append(m)
+
+    def instructions(self, rank: int, order: Sequence[Action]) -> tuple[Instr, ...]:
+        """The rank's actions with what they receive and send, each send awaited one action later."""
+        validation = self.into.get(Action(rank, "V", 0)) if self.validates else None
+        instrs = [] if validation is None else [Instr("post", validation.consumer, peer=validation.source, when="ahead")]
+        leaving: list[Instr] = []
+        for a in order:
+            if a.kind == "V" and self.validates:
+                instrs += [*self._validated(a, "ahead"), *repeat(instrs, self._drained(rank, instrs)), *self._posts(a)]
+                continue
+            if a.kind == "U" and self.validates:
+                instrs += self._validated(Action(rank, "V", 0), "cautious")
+            instrs += self._posts(a)
+            wanted = _as_consumer(a)
+            if wanted in self.into and a.kind != "W":
+                instrs.append(Instr("recv", wanted, writes=(_received(a),), peer=self.into[wanted].source))
+            computed = [self._once(a)] if a.kind in _ONCE else _compute(rank, a, self.stages, self.schedule)
+            instrs += computed
+            if computed:
+                instrs += leaving
+                leaving = []
+            for m in self.out.get(a, ()):
+                instrs.append(Instr("send", m.consumer, reads=_sent(a), peer=m.target))
+                leaving.append(Instr("sent", m.consumer, peer=m.target))
+        return (*instrs, *leaving)
+
+    def _posts(self, a: Action) -> list[Instr]:
+        """The receives that stand ready before an action; that of a later validation stands ready from the step's start on."""
+        return [
+            Instr("post", m.consumer, peer=m.source)
+            for m in self.posts.get(a, ())
+            if not (self.validates and m.consumer.kind == "V")
+        ]
+
+    def _once(self, a: Action) -> Instr:
+        """What a rank does once a step: it takes what it has received, if it has."""
+        verb: Verb = _VERBS[a.kind]
+        return Instr(verb, a, (_received(a),) if a in self.into else ())
+
+    def _validated(self, a: Action, when: When) -> list[Instr]:
+        """Receive the state of all, if another rank has it first, learn it, and pass it on."""
+        source = self.into.get(a)
+        block = []
+        if source is not None and when == "cautious":
+            block.append(Instr("post", a, peer=source.source))
+        if source is not None:
+            block.append(Instr("recv", a, writes=(_received(a),), peer=source.source))
+        block.append(self._once(a))
+        for m in self.out.get(a, ()):
+            block += [Instr("send", m.consumer, peer=m.target), Instr("sent", m.consumer, peer=m.target)]
+        return [replace(i, when=when) for i in block]
+
+    def _drained(self, rank: int, before: Sequence[Instr]) -> list[Instr]:
+        """What other ranks' early forwards have sent and this rank's have not received: taken and thrown away."""
+        done = {(i.verb, i.action) for i in before}
+        left = [m for m in self.messages if m.target == rank and m.producer in self.early and ("recv", m.consumer) not in done]
+        posts = [Instr("post", m.consumer, peer=m.source) for m in left if ("post", m.consumer) not in done]
+        taken: list[Instr] = []
+        for m in left:
+            name = _received(m.consumer)
+            taken += [Instr("recv", m.consumer, writes=(name,), peer=m.source), Instr("drop", m.consumer, (name,))]
+        return [*posts, *taken]
+
+
+def repeat(before: Sequence[Instr], drained: Sequence[Instr]) -> list[Instr]:
+    """The instructions so far, again: first their results are thrown away, and what is under way is brought to its end."""
+    once = [i for i in before if not i.when]
+    alive = {name: i.action for i in once for name in i.writes}
+    for i in once:
+        for name in i.reads:
+            del alive[name]
+    posted = {i.action for i in once if i.verb == "post"} - {i.action for i in [*once, *drained] if i.verb == "recv"}
+    done = {i.action for i in once if i.verb == "sent"}
+    drops = [Instr("drop", a, (name,)) for name, a in alive.items()]
+    ends = [Instr("sent", i.action, peer=i.peer) for i in once if i.verb == "send" and i.action not in done]
+    again = [i for i in once if not (i.verb == "post" and i.action in posted)]
+    return [replace(i, when="wrong") for i in [*drops, *drained, *ends, *again]]
+
+
+def _received(a: Action) -> str:
+    """The buffer of what an action receives."""
+    return _name({"F": "x", "L": "l", "S": "u", "V": "v"}.get(a.kind, "gy"), a.stage, a.mb)
+
+
+def _sent(a: Action) -> tuple[str, ...]:
+    """The buffer of what an action sends; the loss and the state are the rank's own."""
+    return () if a.kind in _ONCE else (_name("y" if a.kind == "F" else "gx", a.stage, a.mb),)
 
 
 def _name(group: str, stage: int, mb: int) -> str:

@@ -50,7 +50,7 @@ def steady_period(schedule: Schedule, costs: CostModel, *, serialize_links: bool
 
 def memory_curve(schedule: Schedule, costs: CostModel, rank: int) -> tuple[int, ...]:
     """Bytes that the rank holds at the end of each of its actions."""
-    totals = _count_parts(schedule)
+    totals = count_parts(schedule)
     return tuple(accumulate(_action_bytes(a, costs, totals) for a in schedule.ranks[rank]))
 
 
@@ -122,12 +122,12 @@ def _compile(schedule: Schedule, costs: CostModel) -> list[list[_Step]]:
 
     What an action needs from its own rank is there by order, so only messages between ranks are waited for.
     """
-    totals, m, home = _count_parts(schedule), schedule.microbatches, schedule.placement
+    totals, m, home = count_parts(schedule), schedule.microbatches, schedule.placement
     return [[_step(a, rank, m, home, costs, totals) for a in actions] for rank, actions in enumerate(schedule.ranks)]
 
 
 def _step(a: Action, rank: int, m: int, home: Sequence[int], costs: CostModel, totals: dict[int, int]) -> _Step:
-    seconds = _seconds(a, costs, totals)
+    seconds = action_seconds(a, costs, totals)
     if a.kind == "W":
         return _Step(seconds, -1, -1, 0.0, rank)
     ahead, first = (1, 0) if a.kind == "F" else (-1, len(home) * m)
@@ -184,7 +184,7 @@ def bubble(cost: float, work: float) -> float:
     return max(0.0, (cost - work) / cost) if cost > 0 else 0.0
 
 
-def _count_parts(schedule: Schedule) -> dict[int, int]:
+def count_parts(schedule: Schedule) -> dict[int, int]:
     """Parts of a W per stage; a stage absent here runs its Ws whole."""
     totals: dict[int, int] = {}
     for rank in schedule.ranks:
@@ -194,7 +194,8 @@ def _count_parts(schedule: Schedule) -> dict[int, int]:
     return totals
 
 
-def _seconds(a: Action, costs: CostModel, totals: dict[int, int]) -> float:
+def action_seconds(a: Action, costs: CostModel, totals: dict[int, int]) -> float:
+    """Seconds of an action of a schedule; `totals` as from `count_parts`."""
     cost = costs.stages[a.stage]
     if a.kind == "BW":
         return cost.B + cost.W

@@ -1,0 +1,69 @@
+"""One rank's share of the user's optimizer: the same settings and state, some of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Settings = Sequence[Mapping[str, Any]]
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    """Each group's learning rate and the like, as they are now: a scheduler may change them before a late step is taken."""
+    return [{k: _copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+class Share:
+    """Steps the user's optimizer on some of its parameters. Works for every optimizer whose `step` reads param_groups, state."""
+
+    def __init__(self, whole: Optimizer, parameters: Collection[Tensor]) -> None:
+        self.whole = whole
+        self._wanted = {id(p) for p in parameters}
+        self._part: Optimizer = object.__new__(type(whole))
+        self._part.__dict__.update(whole.__dict__)
+        self._part.__dict__.pop("step", None)  # a learning-rate scheduler has put its own wrapper there
+
+    def step(self, settings: Settings) -> None:
+        """Step on the gradients in `.grad`, with the given settings of each of the optimizer's groups."""
+        groups = []
+        for group, values in zip(self.whole.param_groups, settings, strict=True):
+            chosen = [p for p in group["params"] if id(p) in self._wanted]
+            if chosen:
+                groups.append({**group, **values, "params": chosen})
+        if groups:
+            self._part.state = self.whole.state
+            self._part.param_groups = groups
+            with torch.no_grad():
+                self._part.step()
+        self.whole._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at, to warn
+
+    def state(self, parameter: Tensor) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter; empty before its first step."""
+        return self.whole.state.get(parameter, {})
+
+
+class Snapshot:
+    """Parameters and their optimizer state before a step that may have to be taken back, bit for bit."""
+
+    def __init__(self, share: Share, parameters: Sequence[Tensor]) -> None:
+        self._share = share
+        self._values = [(p, p.detach().clone(), {k: _copied(v) for k, v in share.state(p).items()}) for p in parameters]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        state = self._share.whole.state
+        for parameter, value, kept in self._values:
+            with torch.no_grad():
+                parameter.copy_(value)
+            if kept:
+                state[parameter] = kept
+            else:
+                state.pop(parameter, None)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
