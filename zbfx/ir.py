@@ -279,19 +279,22 @@ class Instr:
     frees: tuple[str, ...] = ()
     peer: int | None = None
     when: When = ""
+    back: int = 0  # in a stream: the action's microbatch is of this many steps ago
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A rank's instructions, first to last, and (once generated) the Python text that runs.
 
-    flush: what completes the last step where steps reach into one another.
+    body: in a stream, what every step after the first does, from where the step before was left. flush: what completes the
+    last step, where steps reach into one another.
     """
 
     rank: int
     instrs: tuple[Instr, ...]
     source: str = ""
     path: str = ""  # the file that `source` was read from
+    body: tuple[Instr, ...] = ()
     flush: tuple[Instr, ...] = ()
     held: tuple[int, ...] = ()  # bytes of activations held after each instruction
     peak: int = 0  # largest bytes of activations at any moment, temporaries inside the stage functions included

@@ -27,7 +27,7 @@ def program_text(
     last_uses[id(fn)]: where each name of a function dies. layouts: message (by consumer, microbatch 0) -> what travels.
     """
     ops: dict[str, str] = {}
-    own = sorted({i.action.stage for i in program.instrs if i.verb == "compute"})
+    own = sorted({i.action.stage for i in (*program.instrs, *program.flush) if i.verb == "compute"})
     classes = [line for k in own for line in _stage_class(stages[k], ops, last_uses)]
     messages = _messages(program, layouts)
     head = [
@@ -48,7 +48,7 @@ def program_text(
         *messages,
         "}",
     ]
-    return "\n".join([*head, *classes, "", "", *_step(program, stages, layouts)]) + "\n"
+    return "\n".join([*head, *classes, "", "", *_steps(program, stages, layouts)]) + "\n"
 
 
 def _stage_class(stage: Stage, ops: dict[str, str], last_uses: Mapping[int, Mapping[fx.Node, fx.Node]]) -> list[str]:
@@ -67,7 +67,7 @@ def _stage_class(stage: Stage, ops: dict[str, str], last_uses: Mapping[int, Mapp
 
 def _messages(program: Program, layouts: Layouts) -> list[str]:
     seen: dict[str, str] = {}
-    for i in program.instrs:
+    for i in (*program.instrs, *program.body, *program.flush):
         if i.verb in ("post", "send"):
             ends = (i.peer, program.rank) if i.verb == "post" else (program.rank, i.peer)
             values = layouts[Action(i.action.stage, i.action.kind, 0)]
@@ -77,16 +77,46 @@ def _messages(program: Program, layouts: Layouts) -> list[str]:
     return [seen[key] for key in sorted(seen)]
 
 
-def _step(program: Program, stages: Sequence[Stage], layouts: Layouts) -> list[str]:
-    lines = ["def step(rank):"]
-    for index, instr in enumerate(program.instrs):
-        if instr.verb == "post":
-            lines.append(f'    rank.post("{instr.action}")')
-            continue
-        if instr.verb == "recv" or (instr.verb == "compute" and not _received(program.instrs, index)):
-            lines.append(f'    rank.begin("{begun_action(program.instrs, index)}")')
-        lines.append("    " + _line(instr, stages[instr.action.stage], layouts))
-    return lines if len(lines) > 1 else [*lines, "    pass"]
+def _steps(program: Program, stages: Sequence[Stage], layouts: Layouts) -> list[str]:
+    """`step`, and, where steps reach into one another, `flush`. A stream's `step` is a generator that yields after each step."""
+    lines = ["def step(rank):", *_block(program.instrs, stages, layouts)]
+    if program.body:
+        lines += ["    while (yield):  # True: another step begins; False: the stream ends"]
+        lines += ["    " + line for line in _block(program.body, stages, layouts)]
+        return lines + _block(program.flush, stages, layouts)
+    lines = lines if len(lines) > 1 else [*lines, "    pass"]
+    if program.flush:
+        lines += ["", "", "def flush(rank):", *_block(program.flush, stages, layouts)]
+    return lines
+
+
+def _block(instrs: Sequence[Instr], stages: Sequence[Stage], layouts: Layouts) -> list[str]:
+    """A line or two per instruction; those that depend on a flag of the rank stand under an `if`."""
+    lines: list[str] = []
+    when = ""
+    for index, instr in enumerate(instrs):
+        if instr.when != when and instr.when:
+            lines.append(f"    if rank.{instr.when}:{_WHY[instr.when]}")
+        when = instr.when
+        indent = "        " if when else "    "
+        if instr.verb not in ("post", "send", "sent", "loss", "drop") and _begins(instrs, index):
+            lines.append(f'{indent}rank.begin("{begun_action(instrs, index)}")')
+        lines.append(indent + _line(instr, stages, layouts))
+    return lines
+
+
+_WHY = {
+    "ahead": "  # the last step was taken before the state of all was known",
+    "wrong": "  # and it was wrong: what has used its weights runs again",
+    "cautious": "  # one of the last steps was clipped or skipped: wait for the state of all",
+}
+
+
+def _begins(instrs: Sequence[Instr], index: int) -> bool:
+    """Whether an action begins here: with what it receives, unless that is thrown away."""
+    if instrs[index].verb == "recv":
+        return index + 1 == len(instrs) or instrs[index + 1].verb != "drop"
+    return not _received(instrs, index)
 
 
 def _received(instrs: Sequence[Instr], index: int) -> bool:
@@ -104,21 +134,35 @@ def begun_action(instrs: Sequence[Instr], index: int) -> Action:
     return a
 
 
-def _line(instr: Instr, stage: Stage, layouts: Layouts) -> str:
+def _line(instr: Instr, stages: Sequence[Stage], layouts: Layouts) -> str:
     a = instr.action
     delete = f"; del {', '.join(instr.frees)}" if instr.frees else ""
     if instr.verb == "recv":
         what = ", ".join(short_type(v.dtype, v.shape) for v in layouts[Action(a.stage, a.kind, 0)])
         return f'{instr.writes[0]} = [*rank.recv("{a}")]  # {what} from rank {instr.peer}'
     if instr.verb == "send":
-        return f'rank.send("{a}", *{instr.reads[0]}){delete}  # to rank {instr.peer}'
-    if instr.verb == "sent":
-        return f'rank.sent("{a}")'
+        what = instr.reads[0] if instr.reads else "rank.result()" if a.kind == "L" else "rank.state()"
+        return f'rank.send("{a}", *{what}){delete}  # to rank {instr.peer}'
+    if instr.verb in ("post", "sent"):
+        return f'rank.{instr.verb}("{a}")'
+    if instr.verb == "drop":
+        return f"del {instr.reads[0]}"
+    if instr.verb in ("report", "measure", "update"):
+        return f"rank.{instr.verb}({''.join(f'*{name}' for name in instr.reads)}){delete}"
+    if instr.verb == "learn":
+        return f"rank.learn(*{instr.reads[0] if instr.reads else 'rank.state()'}){delete}"
     if instr.verb == "loss":
         call = f"rank.loss({a.mb}, *{instr.reads[0]})"
         return (f"{instr.writes[0]} = [{call}]" if instr.writes else call) + delete
+    return _call(instr, stages[a.stage], delete)
+
+
+def _call(instr: Instr, stage: Stage, delete: str) -> str:
+    """A stage's function: in a stream, on the weights and inputs of the microbatch's own step."""
+    a, back = instr.action, f", {instr.back}" if instr.back else ""
     name = f"W_{a.part}" if a.kind == "W" and stage.parts else a.kind
-    call = f"stage_{a.stage}.{name}({', '.join([f'rank.params({a.stage})', f'rank.inputs({a.stage}, {a.mb})', *instr.reads])})"
+    given = [f"rank.params({a.stage}{back})", f"rank.inputs({a.stage}, {a.mb}{back})", *instr.reads]
+    call = f"stage_{a.stage}.{name}({', '.join(given)})"
     if a.kind == "W":
         which = f", stage_{a.stage}.GRADIENTS[{a.part}]" if stage.parts else ""
         return f"rank.accumulate({a.stage}, {call}{which}){delete}"
