@@ -98,6 +98,13 @@ class Normed(Chain):
         self.layers[3] = nn.utils.parametrizations.orthogonal(self.layers[3])
 
 
+class SpectralInAHook(Chain):
+    """The old spectral norm: no cut falls between the uses of a parameter that one module makes its weight of."""
+
+    def init(self) -> None:
+        self.layers[1], self.layers[3] = nn.utils.spectral_norm(self.layers[1]), nn.utils.spectral_norm(self.layers[3])
+
+
 class Views(Chain):
     """Weights that are views of one flat parameter, in one stage."""
 
@@ -140,7 +147,9 @@ def vectors(n: int, g: torch.Generator) -> Any:
     return (torch.randn(n, WIDTH, generator=g),), {}, torch.randn(n, WIDTH, generator=g)
 
 
-@pytest.mark.parametrize("model", [ThreeTimes, TwoNames, FrozenMiddle, Adapters, Unused, Normed, Views, Expanded, Mapped])
+@pytest.mark.parametrize(
+    "model", [ThreeTimes, TwoNames, FrozenMiddle, Adapters, Unused, Normed, SpectralInAHook, Views, Expanded, Mapped]
+)
 def test_bitwise_one_process(model: type[nn.Module]) -> None:
     of = case(model, mse, vectors)
     assert wrong(of, eager(of, 2), stages=(2, 3)) == {}

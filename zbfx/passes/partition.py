@@ -10,7 +10,7 @@ its own. So the terms of every gradient are added where, and in the order in whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -157,10 +157,28 @@ def _forbid(captured: Captured, line: _Line, written: dict[int, list[fx.Node]]) 
     for node in line.base:
         if node in line.place and not isinstance(node.meta["val"], torch.Tensor):
             keep_together(line.place[node], line.own_use[node])
+    for first, last in _own_arithmetic(captured, line):
+        keep_together(first, last)
     depth, line.allowed = 0, [False] * (len(line.nodes) + 1)
     for cut in range(1, len(line.nodes)):
         depth += torn[cut]
         line.allowed[cut] = depth == 0
+
+
+def _own_arithmetic(captured: Captured, line: _Line) -> Iterator[tuple[int, int]]:
+    """First and last place between which a module makes its weight out of a parameter alone, as spectral norm does.
+
+    A cut inside would have two stages use the parameter, whose gradient then is a sum over ranks.
+    """
+    trained = {n for n in captured.graph.nodes if n.name in captured.params and n.meta["grad"]}
+    takes = [bool(trained.intersection(n.all_input_nodes)) for n in line.nodes]
+    for parameter in trained:
+        owner = captured.params[parameter.name].rpartition(".")[0]
+        places = sorted(line.place[u] for u in parameter.users if u in line.place)
+        for a, b in pairwise(places):
+            own = all(line.nodes[i].meta["module"] == owner for i in range(a, b + 1))
+            if owner and own and not any(takes[a + 1 : b]):
+                yield a, b
 
 
 def _work(node: fx.Node, captured: Captured, bandwidth: float) -> float:
