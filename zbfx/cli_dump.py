@@ -13,10 +13,10 @@ from rich.console import Console
 
 from zbfx.cli_options import add_compile_options, compile_options, make_pipeline
 from zbfx.errors import InputError
-from zbfx.ir import Stage
+from zbfx.ir import Solution, Stage
 from zbfx.plan import Plan
 from zbfx.target import load_target
-from zbfx.text import schedule_to_json
+from zbfx.text import schedule_to_json, solution_facts
 from zbfx.view import folded, graphs_text, print_code, rank_rows, rank_table, stage_rows, stage_table
 from zbfx.view_schedule import format_seconds, timeline_grid
 
@@ -102,12 +102,22 @@ def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    if plan.solution is not None:
+        console.print(_searched(plan.solution), soft_wrap=True, highlight=False)
     rows = _rows(plan)
     console.print(stage_table([r for r in rows["stages"] if r["rank"] in ranks]))
     console.print("per microbatch: estimated F, B, W; bytes sent on and returned as gradients", style="dim")
     console.print(rank_table([rows["ranks"][r] for r in ranks]))
     console.print("static: parameters, gradients, buffers; activations: the most at once, exact\n", style="dim")
     console.print(timeline_grid(timeline, width=console.width))
+
+
+def _searched(solution: Solution) -> str:
+    found, bound = getattr(solution.timeline, solution.objective), getattr(solution, f"bound_{solution.objective}")
+    return (
+        f"searched in {solution.seconds:.2f} s: {solution.objective} {format_seconds(found)}, no schedule for this placement is below "
+        f"{format_seconds(bound)}, so within {solution.gap:.2%} of the optimum\n{solution.why}"
+    )
 
 
 def _print_program(console: Console, plan: Plan, rank: int, *, whole: bool) -> None:
@@ -143,6 +153,8 @@ def _as_json(plan: Plan, ranks: list[int], what: str | None) -> dict[str, Any]:
         },
         "schedule": json.loads(schedule_to_json(plan.schedule, plan.costs)),
     }
+    if plan.solution is not None:
+        found["search"] = {**solution_facts(plan.solution), "gap": plan.solution.gap}
     if what == "program":
         found["programs"] = {str(r): plan.programs[r].source for r in ranks}
     if what == "graphs":

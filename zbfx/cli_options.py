@@ -8,11 +8,15 @@ from typing import Any
 
 from zbfx.errors import InputError
 from zbfx.ir import Schedule
+from zbfx.passes.order_search import OBJECTIVES
 from zbfx.pipeline import Pipeline, compile
 from zbfx.target import Target
 from zbfx.text import schedule_from_csv, schedule_from_json
 
-COMPILE = ("stages", "ranks", "microbatches", "schedule", "memory", "cut", "device", "seed")
+COMPILE = (
+    *("stages", "ranks", "microbatches", "schedule", "placement", "objective", "w_parts", "seconds", "memory", "cut"),
+    *("device", "seed"),
+)
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +26,10 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=positive, metavar="N", help="workers (default: one per stage)")
     group.add_argument("--microbatches", type=positive, metavar="N", help="slices of a batch (default: twice the stages)")
     group.add_argument("--schedule", metavar="NAME|FILE", help="a schedule's name, or a .json or .csv file (default: zb-h1)")
+    group.add_argument("--placement", metavar="NAME|LIST", help="the rank of each stage: v, 0,1,1,0, or auto to search it, ...")
+    group.add_argument("--objective", choices=OBJECTIVES, help="of auto and exact: span where steps need no barrier, or makespan")
+    group.add_argument("--w-parts", type=positive, metavar="N", help="of auto: divide each W into parts (default: 1)")
+    group.add_argument("--seconds", type=float, metavar="S", help="of auto and exact: budget (default: by size; exact: 30)")
     group.add_argument("--memory", metavar="SIZE", help="limit per rank, parameters included, such as 24GiB (default: none)")
     group.add_argument("--cut", action="append", metavar="MODULE", help="begin a stage at this module; may be given again")
     group.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: where the parameters lie)")
@@ -58,11 +66,25 @@ def make_pipeline(target: Target, options: dict[str, Any], *, prepare: bool = Tr
         microbatches=options.get("microbatches") or (fixed.microbatches if fixed else None),
         ranks=options.get("ranks"),
         schedule=schedule,
+        placement=read_placement(options.get("placement")),
+        objective=options.get("objective", "makespan"),
+        w_parts=options.get("w_parts", 1),
+        seconds=options.get("seconds"),
         memory=options.get("memory"),
         cuts=options.get("cut", ()),
         device=options.get("device"),
         **(example if prepare else {}),
     )
+
+
+def read_placement(text: str | None) -> str | tuple[int, ...] | None:
+    """A placement's name, or the rank of each stage written 0,1,1,0."""
+    if text is None or not text[:1].isdigit():
+        return text
+    ranks = text.split(",")
+    if not all(rank.strip().isdigit() for rank in ranks):
+        raise InputError(f"--placement {text}: write the rank of each stage as 0,1,1,0")
+    return tuple(map(int, ranks))
 
 
 def read_schedule(name: str) -> str | Schedule:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch.utils import _pytree as pytree
 
-from zbfx.cli_options import add_compile_options, compile_options, make_pipeline, positive
+from zbfx.cli_options import COMPILE, add_compile_options, compile_options, make_pipeline, positive
 from zbfx.errors import InputError, PlanError
 from zbfx.pipeline import Pipeline, load
 from zbfx.plan import load_plan
@@ -82,9 +82,11 @@ def _plan_job(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What a plan folder fixes must not be given otherwise."""
     plan = load_plan(folder)
     ranks = len(plan.programs)
-    given = [name for name in ("stages", "microbatches", "schedule", "memory", "cut") if getattr(args, name) is not None]
+    given = [name for name in COMPILE if name not in ("ranks", "device", "seed") and getattr(args, name) is not None]
     if given:
-        raise InputError(f"{folder} is compiled already: --{given[0]} has no effect; compile the target anew with it")
+        raise InputError(
+            f"{folder} is compiled already: --{given[0].replace('_', '-')} has no effect; compile the target anew with it"
+        )
     if args.ranks not in (None, ranks):
         raise InputError(f"--ranks {args.ranks}: {folder} is a plan for {ranks} ranks; compile the target anew for others")
     target = args.target or _recorded_target(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,16 @@ from zbfx.ir import (
     Link,
     Program,
     Schedule,
+    Solution,
     Stage,
     Timeline,
     Value,
     outputs_of,
 )
-from zbfx.ordering import order, order_forward, place_stages
+from zbfx.ordering import SEARCHED, Search, order, order_forward, order_places, place_stages
 from zbfx.passes.allocate import allocate, message_values, refuse_over_limit
 from zbfx.passes.communicate import communicate
+from zbfx.passes.course import bare
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
@@ -40,7 +42,7 @@ from zbfx.passes.split_backward import split_backward
 from zbfx.passes.w_parts import with_w_parts
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
-from zbfx.text import format_bytes
+from zbfx.text import format_bytes, format_prediction
 from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
 from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds, node_seconds
@@ -70,6 +72,7 @@ class Options:
     placement: str | tuple[int, ...] | None = None
     dead_after: float = 5.0
     timeout: float = 1800.0
+    search: Search = field(default_factory=Search)
 
 
 def build_plan(
@@ -103,7 +106,8 @@ def build_plan(
         i: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)
     }
     if like is not None:  # the parameters stay where they are, and the order with them
-        kept = like.schedule if like.microbatches == options.microbatches and not forward_only else options.schedule
+        same = like.microbatches == options.microbatches and like.schedule.name != "forward" and not forward_only
+        kept = like.schedule if same else options.schedule
         options = replace(options, placement=like.schedule.placement, schedule=kept)
     return finish_plan(stages, captured, options, history, shapes, forward_only=forward_only)
 
@@ -120,13 +124,14 @@ def finish_plan(
     """From split stages to programs: cost, order, simulate, communicate, allocate, generate."""
     history = list(history)
     profiles: dict[int, Profile] = {}
-    placement = place_stages(options.placement, options.schedule, len(stages), options.ranks)
+    placement, found = _placed(stages, captured, options, profiles, forward_only)
     static = _static_bytes(stages, captured, placement, options.ranks)
     costs = estimate_costs(stages, options, static, profiles)
     history.append(("estimate", costs))
-    schedule, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only)
+    schedule, solution, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only, found)
     running = _running(stages, schedule, options.device)
-    programs = tuple(_with_source(p, running, schedule, timeline, options, costs) for p in programs)
+    predicted = format_prediction(timeline, solution)
+    programs = tuple(_with_source(p, running, schedule, predicted, options, costs) for p in programs)
     history.append(("codegen", programs))
     return Plan(
         tuple(stages),
@@ -146,7 +151,25 @@ def finish_plan(
         stages[-1].F.group("y"),
         captured.template,
         tuple(history),
+        solution=solution,
     )
+
+
+def _placed(
+    stages: Sequence[Stage], captured: Captured, options: Options, profiles: dict[int, Profile], forward_only: bool
+) -> tuple[tuple[int, ...], Solution | None]:
+    """placement[stage]; where it was searched, with the schedule that was found for it."""
+    if options.placement != "auto":
+        return place_stages(options.placement, options.schedule, len(stages), options.ranks), None
+    if forward_only or isinstance(options.schedule, Schedule):
+        return place_stages("blocks", options.schedule, len(stages), options.ranks), None
+    free = estimate_costs(stages, replace(options, memory=None), (0,) * options.ranks, profiles)
+
+    def costs_for(place: Sequence[int]) -> CostModel:
+        return replace(free, limit=_limits(options, _static_bytes(stages, captured, place, options.ranks)))
+
+    solution = order_places(options.schedule, len(stages), options.ranks, options.microbatches, costs_for, options.search)
+    return solution.schedule.placement, solution
 
 
 def _scheduled(
@@ -157,29 +180,32 @@ def _scheduled(
     profiles: dict[int, Profile],
     history: History,
     forward_only: bool,
-) -> tuple[Schedule, Timeline, tuple[Program, ...]]:
+    found: Solution | None,
+) -> tuple[Schedule, Solution | None, Timeline, tuple[Program, ...]]:
     """Order, simulate, communicate and allocate. The search counts bytes at the ends of actions; where receive buffers and
-    temporaries carry a rank over its limit all the same, it searches again for that much less.
+    temporaries carry a rank over its limit all the same, it searches again for that much less. found: by placement's search.
     """
-    tight = costs
+    tight, solution = costs, found
     for attempt in range(_ATTEMPTS):
         if forward_only:
             schedule = order_forward(placement, options.microbatches, options.ranks)
+        elif found is not None and attempt == 0:
+            schedule = found.schedule
         else:
-            schedule = order(options.schedule, placement, options.microbatches, tight)
+            schedule, solution = order(options.schedule, placement, options.microbatches, tight, options.search)
         timeline = simulate(schedule, costs)
         running = _running(stages, schedule, options.device)
-        instrs = communicate(schedule, running, timeline)
+        instrs = communicate(bare(schedule, timeline), running)
         programs = tuple(allocate(r, i, running, profiles) for r, i in enumerate(instrs))
         verify_programs(programs)
         over = [0 if limit is None else max(0, p.peak - limit) for p, limit in zip(programs, costs.limit, strict=True)]
-        if options.schedule != "auto" or not any(over) or attempt + 1 == _ATTEMPTS:
+        if options.schedule not in SEARCHED or forward_only or not any(over) or attempt + 1 == _ATTEMPTS:
             break
         limit = tuple(None if b is None else b - o for b, o in zip(tight.limit, over, strict=True))
         tight = replace(tight, limit=limit)
     refuse_over_limit(programs, costs.limit)
     history += [("order", schedule), ("simulate", timeline), ("communicate", instrs), ("allocate", programs)]
-    return schedule, timeline, programs
+    return schedule, solution, timeline, programs
 
 
 def _running(stages: Sequence[Stage], schedule: Schedule, device: torch.device) -> tuple[Stage, ...]:
@@ -198,6 +224,8 @@ def reorder(plan: Plan, options: Options) -> Plan:
     kept = [(name, value) for name, value in plan.history if name in ("capture", "partition", "split_backward")]
     if "capture" not in by_name:
         raise InputError("a plan that was loaded from a folder holds no graphs: compile the model to change its schedule")
+    if options.placement == "auto":  # the parameters stay where they are
+        options = replace(options, placement=plan.schedule.placement)
     return finish_plan(by_name["split_backward"], by_name["capture"], options, kept, plan.shapes)
 
 
@@ -271,14 +299,20 @@ def estimate_costs(stages: Sequence[Stage], options: Options, static: Sequence[i
     hop = link.latency + largest / link.bandwidth
     ranks = options.ranks
     comm = tuple(tuple(0.0 if a == b else hop for b in range(ranks)) for a in range(ranks))
-    limit = tuple(None if options.memory is None else options.memory - s for s in static)
-    for rank, left in enumerate(limit):
-        if left is not None and left <= 0:
+    return CostModel(tuple(_stage_cost(s, device, profiles) for s in stages), comm, _limits(options, static))
+
+
+def _limits(options: Options, static: Sequence[int]) -> tuple[int | None, ...]:
+    """Bytes left for activations on each rank. Raises InputError where there are none."""
+    if options.memory is None:
+        return (None,) * len(static)
+    for rank, taken in enumerate(static):
+        if taken >= options.memory:
             raise InputError(
-                f"memory={format_bytes(options.memory or 0)}: rank {rank}'s parameters, gradients and buffers alone take "
-                f"{format_bytes(static[rank])}: use more ranks or a larger limit"
+                f"memory={format_bytes(options.memory)}: rank {rank}'s parameters, gradients and buffers alone take "
+                f"{format_bytes(taken)}: use more ranks or a larger limit"
             )
-    return CostModel(tuple(_stage_cost(s, device, profiles) for s in stages), comm, limit)
+    return tuple(options.memory - taken for taken in static)
 
 
 def _stage_cost(stage: Stage, device: Any, profiles: dict[int, Profile]) -> Cost:
@@ -330,7 +364,7 @@ def _static_bytes(stages: Sequence[Stage], captured: Captured, placement: Sequen
 
 
 def _with_source(
-    program: Program, stages: Sequence[Stage], schedule: Schedule, timeline: Timeline, options: Options, costs: CostModel
+    program: Program, stages: Sequence[Stage], schedule: Schedule, predicted: str, options: Options, costs: CostModel
 ) -> Program:
     own = [k for k, r in enumerate(schedule.placement) if r == program.rank]
     layouts: dict[Action, tuple[Value, ...]] = {}
@@ -342,7 +376,7 @@ def _with_source(
     budget = "" if limit is None else f" of {format_bytes(limit)}"
     title = (
         f"Rank {program.rank} of {options.ranks}: stage{'s' * (len(own) > 1)} {' and '.join(map(str, own))}. {schedule.name}, "
-        f"{options.microbatches} microbatches; predicted bubble {timeline.bubble_makespan:.1%}, "
+        f"{options.microbatches} microbatches; predicted {predicted}, "
         f"peak {format_bytes(program.peak)}{budget}."
     )
     parts = [part.W for k in own for part in stages[k].parts]

@@ -1,13 +1,16 @@
-"""Which rank holds which stage, and in what order it works: fixed schedules by name, a given one, or the search."""
+"""Which rank holds which stage, and in what order it works: fixed schedules by name, a given one, or the searches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from zbfx.errors import InputError
-from zbfx.ir import Action, CostModel, Schedule
-from zbfx.passes.order_any import order_any
+from zbfx.errors import InputError, MemoryBudgetError
+from zbfx.ir import Action, CostModel, Schedule, Solution
+from zbfx.passes.order_any import order_any, share_limits
 from zbfx.passes.order_fixed import block_placement, order_fixed
+from zbfx.passes.order_places import candidate_placements
+from zbfx.passes.order_search import OBJECTIVES
 from zbfx.passes.placements import NAMES, build_placement
 from zbfx.verify import verify_schedule
 
@@ -21,6 +24,35 @@ _PLACEMENT_OF = {
     "v-min": "v",
     "dualpipe-v": "v",
 }
+# Schedules that are searched for the costs; these two are "auto" within 1 or 2 times p * bytes of F of the largest rank.
+_SHARES = {"zb-1p": 1.0, "zb-2p": 2.0}
+SEARCHED = ("auto", "exact", *_SHARES)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How to search. objective: span or makespan; w_parts: of each W; seconds: the budget (None: by size; for exact 30)."""
+
+    objective: str = "makespan"
+    w_parts: int = 1
+    seconds: float | None = None
+
+
+def check_search(search: Search, schedule: str | Schedule, placement: str | Sequence[int] | None) -> None:
+    """Raises InputError for what no search, or not this schedule's, can do."""
+    if search.objective not in OBJECTIVES:
+        raise InputError(f"objective={search.objective!r} must be one of {', '.join(OBJECTIVES)}")
+    if not isinstance(search.w_parts, int) or search.w_parts < 1:
+        raise InputError(f"w_parts={search.w_parts!r}: a W has at least 1 part")
+    if search.seconds is not None and not search.seconds > 0:
+        raise InputError(f"seconds={search.seconds!r}: a search needs more than 0")
+    name = schedule if isinstance(schedule, str) else "one of your own"
+    if search.w_parts > 1 and name not in ("auto", *_SHARES):
+        raise InputError(f"w_parts={search.w_parts}, but schedule {name} takes each W as it is: schedule='auto' uses parts")
+    if search.seconds is not None and name not in SEARCHED:
+        raise InputError(f"seconds={search.seconds}, but schedule {name} is not searched: that is {', '.join(SEARCHED)}")
+    if placement == "auto" and name not in ("auto", "exact"):
+        raise InputError(f"placement='auto', but schedule {name} needs a placement: schedule='auto' or 'exact' searches one")
 
 
 def chunks_of(schedule: str | Schedule) -> int:
@@ -53,9 +85,9 @@ def place_stages(placement: str | Sequence[int] | None, schedule: str | Schedule
 
 
 def order(
-    schedule: str | Schedule, placement: Sequence[int], microbatches: int, costs: CostModel, *, objective: str = "makespan"
-) -> Schedule:
-    """The verified order of all actions. Raises InputError, ScheduleError, MemoryBudgetError."""
+    schedule: str | Schedule, placement: Sequence[int], microbatches: int, costs: CostModel, search: Search
+) -> tuple[Schedule, Solution | None]:
+    """The verified order of all actions; where it was searched, with its bound. InputError, ScheduleError, MemoryBudgetError."""
     ranks, stages = len(costs.limit), len(costs.stages)
     if isinstance(schedule, Schedule):
         if schedule.num_stages != stages or len(schedule.ranks) != ranks:
@@ -65,11 +97,62 @@ def order(
             )
         if schedule.microbatches != microbatches:
             raise InputError(f"the schedule runs {schedule.microbatches} microbatches, compile was asked for {microbatches}")
-    elif schedule == "auto":
-        schedule = order_any("auto", placement, microbatches, costs, objective=objective).schedule
-    else:
-        schedule = order_fixed(schedule, placement, microbatches, costs=costs)
-    return verify_schedule(schedule)
+        return verify_schedule(schedule), None
+    if schedule in SEARCHED:
+        solution = _searched(schedule, placement, microbatches, costs, search)
+        return verify_schedule(solution.schedule), solution
+    return verify_schedule(order_fixed(schedule, placement, microbatches, costs=costs)), None
+
+
+def order_places(
+    schedule: str, num_stages: int, ranks: int, microbatches: int, costs_for: Callable[[Sequence[int]], CostModel], search: Search
+) -> Solution:
+    """The best schedule over all placements that suit; `why` says what each gave. costs_for(placement): limits depend on it."""
+    places = candidate_placements(num_stages, ranks)
+    if not places:
+        raise InputError(f"{num_stages=} cannot fill {ranks=}: every rank holds at least one stage")
+    costs: dict[str, CostModel] = {}
+    refused: dict[str, InputError | MemoryBudgetError] = {}
+    for name, place in places.items():
+        try:
+            costs[name] = costs_for(place)
+        except InputError as error:  # parameters alone are over the limit
+            refused[name] = error
+    if not refused and len({c.limit for c in costs.values()}) == 1:
+        return _searched(schedule, None, microbatches, costs.popitem()[1], search)
+    found: dict[str, Solution] = {}
+    for name in costs:
+        try:
+            found[name] = _searched(schedule, places[name], microbatches, costs[name], search)
+        except MemoryBudgetError as error:
+            refused[name] = error
+    if not found:
+        raise next(iter(refused.values()))
+    ranking = sorted(found, key=lambda n: getattr(found[n].timeline, search.objective))
+    times = ", ".join(f"{n} {getattr(found[n].timeline, search.objective):.4g} s" for n in ranking)
+    over = f"; over the limit: {', '.join(refused)}" if refused else ""
+    best = found[ranking[0]]
+    return replace(best, why=f"placement {ranking[0]}: {search.objective} {times}{over}; {best.why}")
+
+
+def _searched(schedule: str, placement: Sequence[int] | None, microbatches: int, costs: CostModel, search: Search) -> Solution:
+    method = schedule
+    if schedule in _SHARES and placement is not None:
+        # Of activations alone: what temporaries add shows when the program is laid out.
+        plain = replace(costs, stages=tuple(replace(c, peak_F=0, peak_B=0, peak_W=0) for c in costs.stages))
+        shares = share_limits(placement, plain, _SHARES[schedule])
+        limit = tuple(s if b is None else min(b, s) for b, s in zip(costs.limit, shares, strict=True))
+        method, costs = "auto", replace(plain, limit=limit)
+    solution = order_any(
+        method,
+        placement,
+        microbatches,
+        costs,
+        objective=search.objective,
+        w_parts=search.w_parts,
+        seconds=search.seconds,
+    )
+    return replace(solution, schedule=replace(solution.schedule, name=schedule))
 
 
 def order_forward(placement: Sequence[int], microbatches: int, ranks: int) -> Schedule:

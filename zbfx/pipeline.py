@@ -62,13 +62,14 @@ def compile(
     zbfx[exact]), or a Schedule. placement: the rank of each stage, by name ("blocks", "interleaved", "v", "zigzag") or as a
     list, or "auto" (searched); by default what the schedule is made for. objective of a search: "makespan", or "span" where
     steps follow one another without a barrier. w_parts: a search divides W into as many parts, by parameters. seconds: the
-    search's budget (by size by default, 30 for exact). memory: limit of bytes per rank ("24GiB") for parameters, their gradients, buffers and activations.
-    cuts: module names before which a stage must begin. reduction: "mean" divides each microbatch's loss by their number;
-    "sum" does not. shared: keywords of tensors that go whole to every microbatch. device: "cuda" by default where a process
-    group is and CUDA is there, else where the parameters lie. init: for models on the meta device, fn(name, tensor) that
-    fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial seed by default): masks
-    depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule. dead_after: seconds without a
-    heartbeat after which another process counts as dead; timeout: seconds that a live one may let others wait for a message.
+    search's budget (by size by default, 30 for exact). memory: limit of bytes per rank ("24GiB") for parameters, their
+    gradients, buffers and activations. cuts: module names before which a stage must begin. reduction: "mean" divides each
+    microbatch's loss by their number; "sum" does not. shared: keywords of tensors that go whole to every microbatch. device:
+    "cuda" by default where a process group is and CUDA is there, else where the parameters lie. init: for models on the meta
+    device, fn(name, tensor) that fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial
+    seed by default): masks depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule.
+    dead_after: seconds without a heartbeat after which another process counts as dead; timeout: seconds that a live one may
+    let others wait for a message.
 
     Raises InputError, TraceError, PartitionError, ScheduleError, MemoryBudgetError.
     """

@@ -12,9 +12,19 @@ import torch
 from zbfx.codegen.folder import Folder, read_folder, write_folder
 from zbfx.codegen.folder import field as read_field
 from zbfx.errors import PlanError
-from zbfx.ir import CostModel, Program, Schedule, Stage, Timeline, Value
+from zbfx.ir import CostModel, Program, Schedule, Solution, Stage, Timeline, Value
 from zbfx.passes.simulate import simulate
-from zbfx.text import costs_from_json, format_bytes, schedule_from_json, schedule_to_csv, schedule_to_json
+from zbfx.text import (
+    costs_from_json,
+    format_bytes,
+    format_prediction,
+    num_parts,
+    parse_fields,
+    schedule_from_json,
+    schedule_to_csv,
+    schedule_to_json,
+    solution_facts,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +46,8 @@ class Plan:
     stages[k].F, .B, .W: printable functions with shapes and source lines (B or W is None where empty). schedule: the order
     on every rank. programs[r].source: the Python that rank r runs. timeline: the schedule simulated on `costs`. history:
     (pass name, its result) for every pass, in order. static_bytes[r]: parameters, gradients and buffers of rank r, which
-    `costs.limit` (activations) has already been reduced by.
+    `costs.limit` (activations) has already been reduced by. solution: of a searched schedule, its lower bound, its gap to it
+    and why it was chosen.
     """
 
     stages: tuple[Stage | StoredStage, ...]
@@ -57,6 +68,7 @@ class Plan:
     template: Any = None  # to predict: see ir.Captured
     history: tuple[tuple[str, Any], ...] = ()
     parameter_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a plan that was read from a folder
+    solution: Solution | None = None
 
     @property
     def owners(self) -> dict[str, int]:
@@ -74,7 +86,8 @@ class Plan:
         `zbfx.load(folder, model)` runs it; an edited rank file runs as edited. Raises PlanError.
         """
         path = Path(folder)
-        schedule = schedule_to_json(self.schedule, self.costs)
+        facts = {} if self.solution is None else solution_facts(self.solution)
+        schedule = schedule_to_json(self.schedule, self.costs, **facts)
         sources = [p.source for p in self.programs]
         write_folder(path, Folder(self._manifest(), schedule, schedule_to_csv(self.schedule), sources, self.constants))
         return path
@@ -117,7 +130,7 @@ class Plan:
         peak = max((p.peak for p in self.programs), default=0)
         return (
             f"Plan: {len(self.stages)} stages on {len(self.programs)} ranks, {self.schedule.name}, {self.microbatches} "
-            f"microbatches; predicted bubble {self.timeline.bubble_makespan:.1%}, peak {format_bytes(peak)} of activations"
+            f"microbatches; predicted {format_prediction(self.timeline, self.solution)}, peak {format_bytes(peak)} of activations"
         )
 
 
@@ -139,11 +152,12 @@ def load_plan(folder: Path) -> Plan:
     missing = [c for c in read_field(data, "constants", list, where) if c not in content.constants]
     if missing:
         raise PlanError(f"{folder / 'constants.safetensors'}: lacks {missing}")
+    timeline = simulate(schedule, costs)
     return Plan(
         tuple(_stage(k, s, where) for k, s in enumerate(read_field(data, "stages", list, where))),
         costs,
         schedule,
-        simulate(schedule, costs),
+        timeline,
         programs,
         torch.device(read_field(data, "device", str, where)),
         read_field(data, "microbatches", int, where),
@@ -156,6 +170,29 @@ def load_plan(folder: Path) -> Plan:
         tuple(read_field(data, "static_bytes", list, where)),
         (Value("loss", _dtype(read_field(data, "loss", str, where), where), (), ()),),
         parameter_shapes={n: tuple(shape) for n, shape in read_field(data, "parameter_shapes", dict, where).items()},
+        solution=_solution(parse_fields(content.schedule, "schedule.json"), schedule, costs, timeline),
+    )
+
+
+def _solution(fields: Mapping[str, Any], schedule: Schedule, costs: CostModel, timeline: Timeline) -> Solution | None:
+    """What schedule.json says of the search; None where there was none."""
+    if "lower_bound" not in fields:
+        return None
+    where = "schedule.json"
+    bounds = {n: float(read_field(fields["lower_bound"], n, (int, float), where)) for n in ("span", "makespan")}
+    objective = read_field(fields, "objective", str, where)
+    if objective not in bounds:
+        raise PlanError(f"{where}: objective={objective!r} is neither span nor makespan: save the plan again")
+    return Solution(
+        schedule,
+        costs,
+        timeline,
+        bounds["span"],
+        bounds["makespan"],
+        objective,
+        num_parts(schedule),
+        read_field(fields, "why", str, where),
+        float(read_field(fields, "seconds", (int, float), where)),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from zbfx.errors import InputError, ScheduleError
-from zbfx.ir import Action, Cost, CostModel, Kind, Link, Schedule, Solution
+from zbfx.ir import Action, Cost, CostModel, Kind, Link, Schedule, Solution, Timeline
 
 FORMAT = "zbfx-schedule/1"
 KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
@@ -24,6 +24,7 @@ _TO_TORCH: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _FROM_TORCH: dict[str, Kind] = {theirs: ours for ours, theirs in _TO_TORCH.items()}
 
 _ACTION = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
+_ONCE = re.compile(r"(\d+)([SVUL])(\d+)")
 _TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _TORCH_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)")
@@ -45,6 +46,12 @@ def parse_action(text: str, where: str = "") -> Action:
     return Action(int(match[1]), cast(Kind, match[2]), int(match[3]), part)
 
 
+def parse_span(text: str) -> Action:
+    """An action as a rank records it: also what it does once a step, `1S0`, `1V0`, `1U0`, `1L0`."""
+    once = _ONCE.fullmatch(text)
+    return parse_action(text) if once is None else Action(int(once[1]), cast(Kind, once[2]), int(once[3]))
+
+
 def parse_size(text: str | int | float) -> int:
     """`24GiB`, `512 MiB`, `1.5e9`, `100` -> whole bytes. Powers of 1024 for KiB, MiB, GiB, TiB; of 1000 for KB, MB, GB, TB."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
@@ -64,6 +71,15 @@ def format_bytes(count: int) -> str:
         if size >= _UNITS[unit.upper()]:
             return f"{sign}{size / _UNITS[unit.upper()]:.4g} {unit}"
     return f"{sign}{size} B"
+
+
+def format_prediction(timeline: Timeline, solution: Solution | None = None) -> str:
+    """`bubble 3.1%`; of a searched schedule also how near to the optimum it is known to be."""
+    if solution is None:
+        return f"bubble {timeline.bubble_makespan:.1%}"
+    kind = "" if solution.objective == "makespan" else " without a barrier"
+    near = "optimal" if solution.gap < 5e-4 else f"within {solution.gap:.1%} of the optimum"
+    return f"bubble{kind} {getattr(timeline, f'bubble_{solution.objective}'):.1%} ({near})"
 
 
 # ---------------------------------------------------------------- JSON
@@ -142,17 +158,20 @@ def costs_to_dict(costs: CostModel) -> dict[str, Any]:
 
 def solution_to_json(solution: Solution) -> str:
     """A search's answer as JSON: the schedule with its costs, limits, predictions and lower bounds."""
+    return schedule_to_json(solution.schedule, solution.costs, **solution_facts(solution))
+
+
+def solution_facts(solution: Solution) -> dict[str, Any]:
+    """What a search says of its schedule, as JSON fields."""
     timeline = solution.timeline
     predicted = {name: getattr(timeline, name) for name in ("span", "makespan", "bubble_span", "bubble_makespan")}
-    return schedule_to_json(
-        solution.schedule,
-        solution.costs,
-        objective=solution.objective,
-        seconds=solution.seconds,
-        predicted=predicted | {"peak": list(timeline.peak)},
-        lower_bound={"span": solution.bound_span, "makespan": solution.bound_makespan},
-        why=solution.why,
-    )
+    return {
+        "objective": solution.objective,
+        "seconds": solution.seconds,
+        "predicted": predicted | {"peak": list(timeline.peak)},
+        "lower_bound": {"span": solution.bound_span, "makespan": solution.bound_makespan},
+        "why": solution.why,
+    }
 
 
 def num_parts(schedule: Schedule) -> int:
