@@ -97,6 +97,20 @@ class Attention(Chain):
         return self.layers[3](self.layers[2](y)).mean(1)
 
 
+class Transforms(Chain):
+    """nn.Transformer with a causal mask and one of padding; torch looks into their values, a trace cannot."""
+
+    def init(self) -> None:
+        self.both = nn.Transformer(WIDTH, 2, 1, 1, 16, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.layers[0](x).unsqueeze(1) * torch.linspace(0, 1, 3)[:, None]
+        b = self.layers[1](x).unsqueeze(1) * torch.linspace(1, 0, 4)[:, None]
+        causal, padding = nn.Transformer.generate_square_subsequent_mask(4), torch.zeros(len(x), 3)
+        padding[:, 2] = float("-inf")
+        return self.layers[3](self.both(a, b, tgt_mask=causal, src_key_padding_mask=padding).mean(1))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -176,7 +190,7 @@ def bags(n: int, g: torch.Generator) -> Any:
     return (torch.randint(0, 20, (n, 5), generator=g),), {}, torch.randn(n, WIDTH, generator=g)
 
 
-@pytest.mark.parametrize("model", [Several, InPlace, Filled, Complex, Modes, Attention, Functions, CustomOp])
+@pytest.mark.parametrize("model", [Several, InPlace, Filled, Complex, Modes, Attention, Transforms, Functions, CustomOp])
 def test_bitwise_one_process(model: type[nn.Module]) -> None:
     of = case(model, mse, vectors)
     assert wrong(of, eager(of, 2), stages=(2, 4)) == {}

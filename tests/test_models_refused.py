@@ -83,6 +83,15 @@ class Renormed(Two):
         return self.b(self.a(x + self.e(torch.zeros(len(x), dtype=torch.long))))  # the line
 
 
+class Averaged(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x)))  # the line
+
+
 REFUSED = [
     (Branch, zbfx.TraceError, "use torch.where in place of a Python branch"),
     (Item, zbfx.TraceError, r"no \.item\(\)"),
@@ -93,6 +102,7 @@ REFUSED = [
     (InputChanged, zbfx.InputError, r"an input, in place. Work on a copy: .* or \.clone\(\) first"),
     (ParameterChanged, zbfx.InputError, "'a.weight', a parameter, in place. Work on a copy"),
     (Renormed, zbfx.InputError, "'e.weight', a parameter, in place"),
+    (Averaged, zbfx.TraceError, "give batch norm a momentum"),
 ]
 
 

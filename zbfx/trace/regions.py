@@ -1,8 +1,9 @@
-"""What torch.export would lose: custom autograd functions and activation checkpointing.
+"""What torch.export would lose: custom autograd functions and activation checkpointing; and one thing that would stop it.
 
 While a model is exported, a call of a user's `torch.autograd.Function` is recorded as one operator, which `replay` turns back
 into the call, so that its own backward is differentiated; and the operators within `torch.utils.checkpoint` are marked with
-their region, so that the backward can compute them again.
+their region, so that the backward can compute them again. torch's Transformer layers look into the values of a mask to see
+whether it is the causal one, for which there is a faster kernel; here a mask is used as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.nn.modules.transformer as transformer
 import torch.utils.checkpoint as checkpointing
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils import _pytree as pytree
@@ -46,10 +48,11 @@ calls: dict[Any, Call] = {}  # recorded operator -> the call it stands for
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
-    """While inside: custom functions are recorded as operators, checkpointed regions are marked."""
+    """While inside: custom functions are recorded as operators, checkpointed regions are marked, masks are taken as they are."""
     function = torch.autograd.Function
     apply = function.__dict__["apply"]
     generator = checkpointing._checkpoint_without_reentrant_generator
+    detect = transformer._detect_is_causal_mask
     regions = count(1)
 
     def recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,11 +72,13 @@ def observed() -> Iterator[None]:
 
     function.apply = classmethod(recorded)  # type: ignore[assignment, method-assign]
     checkpointing._checkpoint_without_reentrant_generator = marked
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
         checkpointing._checkpoint_without_reentrant_generator = generator
+        transformer._detect_is_causal_mask = detect
 
 
 @contextlib.contextmanager
