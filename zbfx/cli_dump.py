@@ -115,8 +115,8 @@ def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
 def _searched(solution: Solution) -> str:
     found, bound = getattr(solution.timeline, solution.objective), getattr(solution, f"bound_{solution.objective}")
     return (
-        f"searched in {solution.seconds:.2f} s: {solution.objective} {format_seconds(found)}, no schedule for this placement is below "
-        f"{format_seconds(bound)}, so within {solution.gap:.2%} of the optimum\n{solution.why}"
+        f"searched in {solution.seconds:.2f} s: {solution.objective} {format_seconds(found)}, no schedule for this placement is "
+        f"below {format_seconds(bound)}, so within {solution.gap:.2%} of the optimum\n{solution.why}"
     )
 
 
