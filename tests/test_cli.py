@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,23 @@ def test_a_schedule_can_come_from_a_file(said, plan_folder):
         assert found["method"] == method and found["ranks"] == edited["ranks"]
 
 
+def test_a_searched_schedule_says_how_good_it_is_and_why(said):
+    search = ["--schedule", "auto", "--placement", "auto", "--objective", "span", "--w-parts", "2", "--seconds", "0.2"]
+    code, out, err = said("dump", f"{FILE}:target", *COMPILE, *search)
+    assert (code, err) == (0, "")
+    assert re.search(r"searched in .* s: span .*, no schedule for this placement is below .*within [\d.]+% of the optimum", out)
+    assert "\nplacement " in out and "linear" in out and "interleaved" in out
+    assert "stage_1.GRADIENTS[1])" in out
+    found = json.loads(said("dump", f"{FILE}:target", *COMPILE, *search, "--json")[1])
+    assert found["search"]["objective"] == "span" and found["search"]["why"].startswith("placement ")
+    assert found["schedule"]["w_parts"] == 2 and 0 <= found["search"]["gap"] < 1
+
+
+def test_a_placement_can_be_written_out(said):
+    found = json.loads(said("dump", f"{FILE}:target", *COMPILE, "--placement", "1,1,0,0", "--json")[1])
+    assert found["schedule"]["placement"] == [1, 1, 0, 0]
+
+
 def test_a_model_on_the_meta_device_is_dumped_without_values(said):
     code, out, err = said("dump", f"{FILE}:on_meta", "--stages", "2", "--microbatches", "2", "--json")
     assert (code, err) == (0, "")
@@ -135,6 +153,8 @@ def test_run_trains_a_plan_folder_on_processes_and_an_edit_runs(plan_folder, cap
         (["dump", f"{FILE}:target", *COMPILE, "--rank", "2"], "--rank 2: the plan has ranks 0 to 1"),
         (["dump", f"{FILE}:target", "--stages", "400", "--microbatches", "1"], "400"),
         (["dump", f"{FILE}:target", "--stages", "2", "--ranks", "4"], "ranks=4"),
+        (["dump", f"{FILE}:target", "--placement", "0,one"], "--placement 0,one: write the rank of each stage as 0,1,1,0"),
+        (["dump", f"{FILE}:target", "--w-parts", "2"], "w_parts=2, but schedule zb-h1 takes each W as it is"),
         (["dump", f"{FILE}:target", "--device", "tpu"], "tpu"),
         (["dump", f"{FILE}:no_inputs"], "no example inputs"),
         (["run", "nothing"], "'nothing' is neither a plan folder nor a target"),

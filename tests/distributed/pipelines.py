@@ -15,7 +15,9 @@ import torch
 
 import zbfx
 from tests.models import MODELS
+from tests.passes.schedules import in_parts
 from tests.reference import Reference, Result, differences, memory_differences
+from zbfx.passes.order_fixed import order_fixed
 from zbfx.runtime import Channel, run_processes
 
 SAMPLES = 2
@@ -113,9 +115,34 @@ def states(channel: Channel) -> dict[str, Any]:
     }
 
 
+def w_in_parts(channel: Channel, folder: str, microbatches: int) -> dict[str, list[str]]:
+    """A V of four stages with every W in three parts, one right after the other: what differs on this rank."""
+    found = {}
+    for name in ("gpt2", "cnn"):
+        case = MODELS[name]()
+        args, kwargs, target = case.batch(SAMPLES * microbatches)
+        given = in_parts(order_fixed("zb-v", (0, 1, 1, 0), microbatches), 3)
+        pipe = zbfx.compile(
+            case.fresh(), 4, example_inputs=args, example_kwargs=kwargs, example_target=target, loss=case.loss,
+            microbatches=microbatches, schedule=given,
+        )  # fmt: skip
+        pipe.watch(times=False, memory=True)
+        loss = pipe.step(*args, target=target, **kwargs)
+        wrong = _wrong_here(pipe, loss, read_result(folder, name, microbatches))
+        found[name] = wrong + memory_differences(pipe.plan, pipe.observed, range(channel.size))
+        if "stage_1.GRADIENTS[1])" not in pipe.plan.programs[1].source:
+            found[name].append("stage 1 has no parts")
+        pipe.close()
+    return found
+
+
 def several(channel: Channel, folder: str, rows: Sequence[tuple[str, int]], microbatches: Sequence[int]) -> dict[str, Any]:
     """Checks that share the processes."""
-    return {"table": table(channel, folder, rows, microbatches), "states": states(channel)}
+    return {
+        "table": table(channel, folder, rows, microbatches),
+        "states": states(channel),
+        "parts": w_in_parts(channel, folder, 5),
+    }
 
 
 def main(ranks: int) -> int:

@@ -37,3 +37,12 @@ def random_schedules(draw: st.DrawFn, num_stages: int, ranks: int, max_microbatc
         orders[placement[stage]].append(action)
         done |= {(stage, letter, mb) for letter in action.kind}
     return verify_schedule(Schedule(tuple(placement), tuple(map(tuple, orders)), "random"))
+
+
+def in_parts(schedule: Schedule, parts: int) -> Schedule:
+    """The same order, every W as its parts, one right after the other."""
+
+    def expand(a: Action) -> list[Action]:
+        return [replace(a, part=i) for i in range(parts)] if a.kind == "W" else [a]
+
+    return Schedule(schedule.placement, tuple(tuple(b for a in rank for b in expand(a)) for rank in schedule.ranks), "parts")

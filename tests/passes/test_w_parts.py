@@ -16,7 +16,7 @@ from torch import fx, nn
 import zbfx
 from tests.models import MODELS
 from tests.passes.graphs import TRACED, RandomNet, captured_of, cut, most_stages, random_nets, split
-from tests.passes.schedules import random_schedules
+from tests.passes.schedules import in_parts, random_schedules
 from tests.passes.test_communicate import costs_for, run_with_rendezvous
 from tests.passes.test_split_backward import call, interpret, layers, real, work
 from tests.reference import Reference, differences, memory_differences
@@ -201,15 +201,6 @@ def wrong(name: str, schedule: Schedule) -> list[str]:
 @given(st.data())
 def test_any_schedule_with_parts_trains_the_same_and_holds_the_bytes_predicted(data: st.DataObject) -> None:
     assert wrong("mlp", data.draw(random_schedules(3, data.draw(st.integers(1, 3)), max_parts=3))) == []
-
-
-def in_parts(schedule: Schedule, parts: int) -> Schedule:
-    """The same order, every W as its parts, one right after the other."""
-
-    def expand(a: Action) -> list[Action]:
-        return [replace(a, part=i) for i in range(parts)] if a.kind == "W" else [a]
-
-    return Schedule(schedule.placement, tuple(tuple(b for a in rank for b in expand(a)) for rank in schedule.ranks), "parts")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cnn"])
