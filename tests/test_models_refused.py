@@ -92,6 +92,64 @@ class Averaged(Two):
         return self.b(self.norm(self.a(x)))  # the line
 
 
+class Counter(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1  # the line
+        return self.b(self.a(x)) * self.calls
+
+
+class Average(Two):
+    """A running mean in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) - self.mean
+        self.mean = self.mean * 0.9 + y.detach().mean(0)  # the line
+        return self.b(y)
+
+
+class History(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [torch.zeros(WIDTH)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x) + self.seen[-1]
+        self.seen.append(y.detach().mean(0))  # the line
+        return self.b(y)
+
+
+class HookOnTensor(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y.register_hook(lambda grad: grad * 2)  # the line
+        return self.b(y)
+
+
+class Differentiates(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        (slope,) = torch.autograd.grad(self.b(y.tanh()).sum(), y, create_graph=True)  # the line
+        return self.b(slope)
+
+
+class Slope(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.func.grad(lambda v: v.sin().sum())(self.a(x)))  # the line
+
+
+class Mapped(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.vmap(torch.sin)(self.a(x)))  # the line
+
+
 REFUSED = [
     (Branch, zbfx.TraceError, "use torch.where in place of a Python branch"),
     (Item, zbfx.TraceError, r"no \.item\(\)"),
@@ -102,6 +160,13 @@ REFUSED = [
     (InputChanged, zbfx.InputError, r"an input, in place. Work on a copy: .* or \.clone\(\) first"),
     (ParameterChanged, zbfx.InputError, "'a.weight', a parameter, in place. Work on a copy"),
     (Renormed, zbfx.InputError, "'e.weight', a parameter, in place"),
+    (Counter, zbfx.TraceError, r"(?s)forward changes 'calls', a number .*self.register_buffer\('calls'"),
+    (Average, zbfx.TraceError, r"(?s)forward changes 'mean', a tensor .*self.register_buffer\('mean'"),
+    (History, zbfx.TraceError, r"(?s)forward changes 'seen', a tensor .*self.register_buffer\('seen'"),
+    (HookOnTensor, zbfx.TraceError, r"(?s)a hook on a tensor .*torch.autograd.Function whose backward"),
+    (Differentiates, zbfx.TraceError, r"(?s)torch.autograd.grad.*write the derivative out"),
+    (Slope, zbfx.TraceError, r"(?s)torch.func.grad.*write the derivative out"),
+    (Mapped, zbfx.TraceError, "batched operators in place of torch.vmap"),
     (Averaged, zbfx.TraceError, "give batch norm a momentum"),
 ]
 
@@ -120,6 +185,12 @@ def test_refused_with_line_and_way_out(model: type[nn.Module], error: type[Excep
         pipe_for(of, 2, model=ours)
     assert line_of(model) in str(e.value)
     assert all(torch.equal(v, before[n]) for n, v in ours.state_dict().items())
+
+
+def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
+    of = case(lambda: nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), mse, vectors)
+    with pytest.raises(zbfx.InputError, match="'weight' of a LazyLinear has no shape yet: call the model once"):
+        pipe_for(of, 2)
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -31,8 +31,19 @@ class _Analyse(Replay):
         n.meta["seconds"] = self.meter.seconds - before
         tensors = _tensors(result)
         n.meta["grad"] = any(t.requires_grad for t in tensors)
-        n.meta["storage"] = frozenset(t.untyped_storage()._cdata for t in tensors)
+        n.meta["storage"] = frozenset(_storage(t, n) for t in tensors)
         return result
+
+
+def _storage(tensor: torch.Tensor, node: fx.Node) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError as error:
+        name = getattr(node.target, "__name__", str(node.target))
+        raise TraceError(
+            f"the model cannot be traced at {node.meta.get('source')}: {name} makes a tensor without a memory of its own. Use "
+            "dense tensors in place of sparse ones, and batched operators in place of torch.vmap"
+        ) from error
 
 
 def analyse(graph: fx.Graph, profile: Device) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from zbfx.errors import TraceError, ZbfxError
+from zbfx.errors import InputError, TraceError, ZbfxError
 from zbfx.trace.explain import explain, refuse_symbols
 from zbfx.trace.regions import observed
+from zbfx.trace.state import numbers_as_left, refuse_counted, refuse_read
 from zbfx.trace.whole import Whole
 
 
@@ -32,9 +34,26 @@ def export(whole: Whole, inputs: Any, device: torch.device) -> tuple[torch.expor
         if whole.assigned:  # traced again, so that what forward assigns is kept
             whole.copied = frozenset(whole.assigned)
             exported = _exported(whole, inputs)
+        _refuse_state(whole, inputs, exported)
     refuse_symbols(exported.graph_module)
     torch.clear_autocast_cache()  # it may hold casts of the fake parameters
     return exported, inputs
+
+
+def _refuse_state(whole: Whole, inputs: Any, exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where forward computes with plain attributes that it changes."""
+    changed = whole.seen.changed
+    refuse_read(whole.model, changed, exported.constants)
+    with numbers_as_left(whole.model, changed) as keys:
+        if keys:
+            refuse_counted(whole.model, keys, exported.graph_module.code, _code_of_another(whole, inputs))
+
+
+def _code_of_another(whole: Whole, inputs: Any) -> str | None:
+    """What a second trace computes; None where it fails, as with a flag for a cache that the first trace took back."""
+    with contextlib.suppress(TraceError):
+        return _exported(whole, inputs).graph_module.code
+    return None
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
@@ -55,6 +74,11 @@ def _fake_parameters(model: torch.nn.Module, mode: FakeTensorMode, device: torch
                 for name, real in slots.items():
                     if real is None:
                         continue
+                    if is_lazy(real):
+                        raise InputError(
+                            f"{name!r} of a {type(module).__name__} has no shape yet: call the model once on a batch, which "
+                            "gives lazy modules their shapes, before compiling"
+                        )
                     if id(real) not in fakes:
                         fake = _fake(real.detach(), mode, device)
                         is_parameter = isinstance(real, torch.nn.Parameter)

@@ -53,6 +53,8 @@ def observed() -> Iterator[None]:
     apply = function.__dict__["apply"]
     generator = checkpointing._checkpoint_without_reentrant_generator
     detect = transformer._detect_is_causal_mask
+    differentiate = torch.autograd.grad
+    enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     regions = count(1)
 
     def recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +74,8 @@ def observed() -> Iterator[None]:
 
     function.apply = classmethod(recorded)  # type: ignore[assignment, method-assign]
     checkpointing._checkpoint_without_reentrant_generator = marked
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _enter_no_grad, _leave_no_grad  # type: ignore[method-assign]
+    torch.autograd.grad = _no_grad_of_grad  # type: ignore[assignment]
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
@@ -79,6 +83,22 @@ def observed() -> Iterator[None]:
         function.apply = apply  # type: ignore[method-assign]
         checkpointing._checkpoint_without_reentrant_generator = generator
         transformer._detect_is_causal_mask = detect
+        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
+        torch.autograd.grad = differentiate
+
+
+def _enter_no_grad(mode: Any) -> None:
+    """Within a trace, inference mode is what no_grad is: export records that, and would lose this."""
+    mode.quiet = torch.no_grad() if mode.mode else contextlib.nullcontext()
+    mode.quiet.__enter__()
+
+
+def _leave_no_grad(mode: Any, *error: Any) -> None:
+    mode.quiet.__exit__(*error)
+
+
+def _no_grad_of_grad(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a gradient taken in forward (torch.autograd.grad) cannot be differentiated again in a trace")
 
 
 @contextlib.contextmanager

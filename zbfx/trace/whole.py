@@ -14,8 +14,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError
+from zbfx.trace.state import Changes, attributes, changes
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Seen:
+    """What forward did to plain attributes when it was traced last: an object that export does not put back."""
+
+    changed: Changes
 
 
 class Whole(torch.nn.Module):
@@ -27,6 +34,7 @@ class Whole(torch.nn.Module):
         self._loss, self._predict = (loss,), predict  # in a tuple: a loss that is a module is no part of this one
         self.assigned: set[tuple[str, str]] = set()  # (module, buffer) that forward assigned when it was traced last
         self.copied: frozenset[tuple[str, str]] = frozenset()  # those that it reads copies of
+        self.seen = Seen()
         self.training = model.training  # of the whole alone: submodules keep their own modes
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
@@ -36,10 +44,12 @@ class Whole(torch.nn.Module):
                 slots[key[1]] = tensor.clone()
         copies = {key: slots[key[1]] for key, slots, _ in before}
         (loss,) = self._loss
+        plain = attributes(self.model)
         with _Own():
             output = self.model(*args, **kwargs)
             if not self._predict:
                 output = loss(output, target) if loss is not None else own_loss(output)
+        self.seen.changed = changes(plain, attributes(self.model))
         for key, slots, tensor in before:
             if slots[key[1]] is not copies[key]:
                 self.assigned.add(key)
@@ -60,9 +70,13 @@ class _Own(TorchFunctionMode):
     """Refuses tensors from outside the model that require grad: a trace takes them for constants, without a gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook:
+            raise RuntimeError("a hook on a tensor in forward would not run in a compiled backward")
         reads = func is torch.Tensor.detach or getattr(func, "__name__", "") == "__get__" or not torch.is_grad_enabled()
         for leaf in () if reads else pytree.tree_leaves((args, kwargs)):
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.is_leaf and leaf.requires_grad:
+                if torch._C._functorch.is_gradtrackingtensor(leaf):
+                    raise RuntimeError("a gradient taken in forward (torch.func.grad) cannot be differentiated again in a trace")
                 raise RuntimeError(
                     f"a parameter of shape {list(leaf.shape)} that is no part of the model is used: it would get no gradient"
                 )
