@@ -194,7 +194,7 @@ def _refuse_small_limits(problem: Problem, costs: CostModel) -> None:
     taken = [costs.limit[r] or 0 for r in short]
     if all(limit >= needs[r] for r, limit in zip(short, taken, strict=True)):
         needs = tuple(
-            int(sum(problem.memory[v] for v in own if v < stages) + (costs.limit[r] or 0) - problem.room[r])
+            int(sum(problem.memory[v] for v in own if v < stages) + (costs.limit[r] or 0) - problem.room[r]) if r in short else 0
             for r, own in enumerate(problem.nodes)
         )
     listed = ", ".join(f"rank {r}: {needs[r]} bytes ({format_bytes(needs[r])}), its limit is {costs.limit[r]}" for r in short)

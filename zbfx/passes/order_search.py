@@ -18,29 +18,17 @@ from zbfx.errors import InputError
 from zbfx.ir import CostModel, Schedule, Solution
 from zbfx.passes.order_blocks import merge_blocks, split_blocks
 from zbfx.passes.order_bounds import Bounds, lower_bounds
-from zbfx.passes.order_decode import Cutoff, Outcome, Rules, dispatch
-from zbfx.passes.order_patterns import (
-    Candidate,
-    count_legs,
-    decode,
-    effort,
-    fixed_candidates,
-    is_scarce,
-    mutate_model,
-    mutate_plan,
-    mutate_rules,
-    plan_keys,
-    sample_model,
-    sample_plan,
-    sample_rules,
-)
+from zbfx.passes.order_decode import Cutoff, Outcome, Rules
+from zbfx.passes.order_dispatch import dispatch
+from zbfx.passes.order_patterns import Candidate, decode, effort, fixed_candidates, mutate, sample, seeds
+from zbfx.passes.order_plan import count_legs, plan_keys
 from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
 from zbfx.passes.simulate import refuse_over_budget, simulate
 from zbfx.verify import verify_schedule
 
 OBJECTIVES = ("span", "makespan")
-_POPULATION = 6
-_FINALISTS = 6
+_POPULATION = 8
+_FRESH, _VARIED = 0.15, 0.92  # shares of the budget up to which candidates are drawn at random, and varied; then the full problem
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
 Scored = tuple[tuple[float, float], Candidate]
@@ -93,8 +81,10 @@ def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
     A limit above what so few microbatches can fill would ask for another start and end than the full problem does.
     """
     m, p = problem.microbatches, problem.num_ranks
+    if p <= 16 and m <= 4 * p:
+        return problem
     lost = bounds.of(objective) - max(problem.work)
-    short = max(4, 3 * p if p <= 8 else -(-9 * p // 4))
+    short = max(4, 3 * p if p <= 16 else -(-9 * p // 4))
     while short < m:
         shorter = replace(problem, microbatches=short)
         work = max(shorter.work)
@@ -110,22 +100,23 @@ class _Search:
     def __init__(self, problem: Problem, objective: str, bounds: Bounds, seed: int, budget: float) -> None:
         self.full, self.objective, self.rng, self.budget = problem, objective, Random(seed), budget
         self.short = _shorten(problem, objective, bounds)
-        self.bound = lower_bounds(self.short).of(objective)
+        self.more = problem.microbatches - self.short.microbatches
+        self.period = max(problem.work) / problem.microbatches
+        self.bound = lower_bounds(self.short).of(objective) + self.more * self.period
         self.full_bound = bounds.of(objective)
-        self.scarce = is_scarce(self.short)
         self.spent, self.tried = 0.0, 0
         self.population: list[Scored] = []
-        self.best: tuple[tuple[float, float], Candidate] | None = None
+        self.best: Scored | None = None
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
-        for candidate in fixed_candidates(self.short):
+        for candidate in seeds(self.short) + fixed_candidates(self.short):
             self.try_one(candidate)
-        while self.spent < 0.3 * self.budget and not self.reached():
-            self.try_one(self.sample())
-        while self.spent < 0.92 * self.budget and not self.reached():
+        while self.spent < _FRESH * self.budget and not self.reached():
+            self.try_one(sample(self.short, self.rng))
+        while self.spent < _VARIED * self.budget and not self.reached():
             self.try_one(self.vary())
-        for _, candidate in self.population[:_FINALISTS]:
+        for _, candidate in self.population:
             if not self.reached():
                 self.try_in_full(candidate)
         return self.finish()
@@ -139,20 +130,22 @@ class _Search:
         return self.best is not None and self.best[0][0] <= self.full_bound * (1 + _CLOSE)
 
     def try_one(self, candidate: Candidate) -> None:
-        """Decodes and keeps the candidate if it is among the best. One at the short problem's bound is tried in full at
-        once."""
+        """Decodes and keeps the candidate if it is among the best; the best so far is tried in full at once.
+
+        Its cost is what the full problem would cost if all further microbatches came at the pace of the short one's middle.
+        """
         full = len(self.population) == _POPULATION
-        cutoff = Cutoff(self.population[-1][0][0] if full else INF, self.objective == "makespan")
-        outcome = decode(self.short, candidate, cutoff=cutoff)
+        most = self.population[-1][0][0] - self.more * self.period if full else INF
+        outcome = decode(self.short, candidate, cutoff=Cutoff(most, self.objective == "makespan"))
         self.spent += effort(self.short, candidate, outcome.letters)
         self.tried += 1
-        cost = outcome.cost(self.objective)
-        if cost[0] == INF:
+        longer = self.more * max(self.period, outcome.period)
+        first, second = outcome.cost(self.objective)
+        cost = (first + longer, second + longer)
+        if first == INF or any(cost == known for known, _ in self.population):
             return
-        if cost[0] <= self.bound * (1 + _CLOSE):
+        if not self.more or cost[0] <= self.bound * (1 + _CLOSE):
             self.try_in_full(candidate)
-        if any(cost == known for known, _ in self.population):
-            return
         self.population.append((cost, candidate))
         self.population.sort(key=lambda scored: scored[0])
         del self.population[_POPULATION:]
@@ -166,30 +159,12 @@ class _Search:
         if cost[0] < INF and (self.best is None or cost < self.best[0]):
             self.best = (cost, candidate)
 
-    def sample(self) -> Candidate:
-        """A candidate drawn at random."""
-        weights = (9, 1, 0.3) if self.scarce else (3, 6, 1)
-        family = self.rng.choices(("pattern", "priority", "model"), weights)[0]
-        x = sample_model(self.rng) if family == "model" else sample_plan(self.short, self.rng)
-        return Candidate(family, x, self.scaled(sample_rules(family, self.rng)))
-
     def vary(self) -> Candidate:
         """One of the best, changed a little; now and then a new one."""
         if not self.population or self.rng.random() < 0.05:
-            return self.sample()
+            return sample(self.short, self.rng)
         index = 0 if self.rng.random() < 0.5 else self.rng.randrange(len(self.population))
-        parent = self.population[index][1]
-        rules = mutate_rules(parent.family, parent.rules, self.rng)
-        if parent.family in ("pattern", "priority"):
-            return Candidate(parent.family, mutate_plan(self.short, parent.x, self.rng), rules)
-        if parent.family == "model":
-            return Candidate(parent.family, mutate_model(parent.x, self.rng), rules)
-        return Candidate(parent.family, tuple(max(0.0, v + self.rng.gauss(0, 0.2)) for v in parent.x), rules)
-
-    def scaled(self, rules: Rules) -> Rules:
-        """lead and w_first are drawn in periods; the decoder wants seconds."""
-        period = max(self.full.work) / self.full.microbatches
-        return replace(rules, lead=rules.lead * period, w_first=rules.w_first * period)
+        return mutate(self.short, self.population[index][1], self.rng)
 
     def finish(self) -> tuple[str, Outcome]:
         """The best schedule with its words; a plain dispatch, which always fits, where there is none."""

@@ -1,0 +1,117 @@
+"""Periodic plans: when each node would run if microbatches came at a steady pace. They become words by sorting, or priorities.
+
+A plan is a vector of numbers without a unit, so one found for a small problem serves for any number of ranks and microbatches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from random import Random
+
+from zbfx.passes.order_problem import INF, Problem, Word
+
+
+def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
+    """When the plan has node v of microbatch mb: a start per node, one period per microbatch, a quicker start and a
+    quicker end.
+
+    x = period (in busiest rank's work per microbatch), per leg the stretch of its hops, per turn a wait (in periods), then
+    how many
+    microbatches start quickly and at which pace, how many end quickly and at which pace. A leg is a run of num_ranks nodes.
+    Starts rise along the nodes, so sorting a rank's actions by them can never deadlock.
+    """
+    m, nodes, legs = problem.microbatches, len(problem.rank), count_legs(problem)
+    unit = max(problem.work) / m
+    period = unit * x[0]
+    quick, pace, late, late_pace = x[2 * legs : 2 * legs + 4]
+    start, starts = 0.0, [0.0]
+    for v in range(nodes - 1):
+        leg, hop = min(v // problem.num_ranks, legs - 1), problem.seconds[v] + problem.hop[v]
+        turn = (v + 1) % problem.num_ranks == 0 and leg < legs - 1
+        start += hop + period * x[1 + legs + leg] if turn else hop * x[1 + leg]
+        starts.append(start)
+    forward = [period * mb - (period - pace * unit) * min(mb, quick) for mb in range(m)]
+    backward = [period * mb - (period - late_pace * unit) * max(0.0, mb - (m - late)) for mb in range(m)]
+    keys = [[start + shift for shift in (forward if v < problem.num_stages else backward)] for v, start in enumerate(starts)]
+    small = 1e-6 * period
+    if any(b < f for f, b in zip(keys[problem.num_stages - 1], keys[problem.num_stages], strict=True)):
+        for before, row in itertools.pairwise(keys):
+            for mb in range(m):
+                row[mb] = max(row[mb], before[mb] + small)
+    for row in keys:
+        row.append(INF)
+    return keys
+
+
+def sort_words(problem: Problem, keys: Sequence[Sequence[float]]) -> list[Word]:
+    """Per rank its nodes in the order of their keys; each node comes once per microbatch."""
+    m = problem.microbatches
+    words = []
+    for own in problem.nodes:
+        times = [time for v in own for time in keys[v][:m]]
+        letters = [v for v in own for _ in range(m)]
+        words.append([letters[k] for k in sorted(range(len(times)), key=times.__getitem__)])
+    return words
+
+
+def count_legs(problem: Problem) -> int:
+    """Runs of num_ranks nodes: 4 for a V, 8 for a zigzag."""
+    return max(2, round(len(problem.rank) / problem.num_ranks))
+
+
+def sample_plan(problem: Problem, rng: Random) -> tuple[float, ...]:
+    """A plan whose activations fill a share of the memory: by slow hops, or by a quick start, or by both."""
+    legs, m = count_legs(problem), problem.microbatches
+    unit = max(problem.work) / m
+    full = stretch_that_fills(problem, unit)
+    share = rng.choice((1, 1, 1, 0.95, 0.9, 0.85, 0.8, 1.05))
+    slow = rng.random() < 0.55
+    if slow:
+        level, spread = full * share, rng.choice((0, 0, 0.1))
+    else:
+        level, spread = rng.choice((1, 1, 1.1, 1.3, rng.uniform(1, max(1.0, full)))), rng.choice((0, 0, 0.1))
+    hops = [max(0.9, level * (1 + rng.gauss(0, spread))) for _ in range(legs)]
+    if rng.random() < 0.3:
+        bend = rng.uniform(-0.5, 0.5) * max(0.0, full - 1)
+        hops = [h + bend if k < legs // 2 else h - bend for k, h in enumerate(hops)]
+    turns = [rng.choice((0, 0, rng.uniform(0, 0.3))) for _ in range(legs - 1)]
+    chunks = max(1.0, legs / 2)
+    spare = 0.0 if slow else max(0.0, full * share - level) / max(full, 1e-9) * problem.num_ranks
+    pace = rng.choice((0.33, 0.4, 0.5, 0.4 / chunks))
+    quick = spare / (1 - pace)
+    late = quick * rng.choice((1, 1, 1, 0.5, 0.2, 0))
+    return (1.0, *hops, *turns, quick, pace, late, rng.choice((0.33, 0.4, 0.5)))
+
+
+def mutate_plan(problem: Problem, x: Sequence[float], rng: Random) -> tuple[float, ...]:
+    """The plan with some of its numbers moved a little."""
+    legs, scale, rate = count_legs(problem), rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
+    spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1) + [3.0, 0.1, 3.0, 0.1]
+    least = [0.5] + [0.3] * legs + [0.0] * (legs - 1) + [0.0, 0.05, 0.0, 0.05]
+    y = list(x)
+    for k in range(len(y)):
+        if rng.random() < rate:
+            y[k] = max(least[k], y[k] + rng.gauss(0, spread[k]) * scale)
+    return tuple(y)
+
+
+def is_scarce(problem: Problem) -> bool:
+    """Whether memory is so tight that hops can hardly wait: there a plan kept strictly does better than priorities."""
+    return stretch_that_fills(problem, max(problem.work) / problem.microbatches) < 1.7
+
+
+def stretch_that_fills(problem: Problem, unit: float) -> float:
+    """By how much all hops may be longer than they are for the activations in flight to fill the tightest rank's memory."""
+    stages = problem.num_stages
+    starts = [0.0]
+    for seconds, hop in zip(problem.seconds, problem.hop, strict=True):
+        starts.append(starts[-1] + seconds + hop)
+    stretch = INF
+    for r, own in enumerate(problem.nodes):
+        byte_seconds = sum(problem.memory[v] * (starts[2 * stages - v] - starts[v]) for v in own if v < stages)
+        if byte_seconds > 0:
+            stretch = min(stretch, problem.room[r] * unit / byte_seconds)
+    chunks = stages / problem.num_ranks
+    most = 1.5 * chunks * problem.num_ranks * unit / max(starts[-1] / 2, 1e-12)
+    return min(stretch, most) if most > 0 else 1.0
