@@ -99,6 +99,7 @@ def test_a_searched_schedule_says_how_good_it_is_and_why(said):
     assert re.search(r"searched in .* s: span .*, no schedule for this placement is below .*within [\d.]+% of the optimum", out)
     assert "\nplacement " in out and "linear" in out and "interleaved" in out
     assert "stage_1.GRADIENTS[1])" in out
+    assert "# stage 1, W_1: p" in said("dump", f"{FILE}:target", *COMPILE, *search, "--what", "graphs")[1]
     found = json.loads(said("dump", f"{FILE}:target", *COMPILE, *search, "--json")[1])
     assert found["search"]["objective"] == "span" and found["search"]["why"].startswith("placement ")
     assert found["schedule"]["w_parts"] == 2 and 0 <= found["search"]["gap"] < 1

@@ -62,7 +62,7 @@ def dump(args: argparse.Namespace, console: Console) -> int:
         if args.what in (None, "program"):
             _print_program(console, plan, r, whole=args.what == "program")
         if args.what == "graphs":
-            for stage in _stages(plan):
+            for stage in _running(plan):
                 if plan.schedule.placement[stage.index] == r:
                     print_code(console, graphs_text(stage) + "\n")
     if args.out:
@@ -91,6 +91,11 @@ def _ranks(plan: Plan, rank: int | None) -> list[int]:
 
 def _stages(plan: Plan) -> list[Stage]:
     return [s for s in plan.stages if isinstance(s, Stage)]
+
+
+def _running(plan: Plan) -> list[Stage]:
+    """The stages with W as the schedule has it: in parts, or whole."""
+    return [*dict(plan.history).get("w_parts", _stages(plan))]
 
 
 def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
@@ -158,5 +163,5 @@ def _as_json(plan: Plan, ranks: list[int], what: str | None) -> dict[str, Any]:
     if what == "program":
         found["programs"] = {str(r): plan.programs[r].source for r in ranks}
     if what == "graphs":
-        found["graphs"] = {str(s.index): graphs_text(s) for s in _stages(plan) if plan.schedule.placement[s.index] in ranks}
+        found["graphs"] = {str(s.index): graphs_text(s) for s in _running(plan) if plan.schedule.placement[s.index] in ranks}
     return found

@@ -130,6 +130,8 @@ def finish_plan(
     history.append(("estimate", costs))
     schedule, solution, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only, found)
     running = _running(stages, schedule, options.device)
+    if any(s.parts for s in running):
+        history.append(("w_parts", running))
     predicted = format_prediction(timeline, solution)
     programs = tuple(_with_source(p, running, schedule, predicted, options, costs) for p in programs)
     history.append(("codegen", programs))

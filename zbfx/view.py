@@ -78,12 +78,15 @@ def rank_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def graphs_text(stage: Stage) -> str:
-    """A stage's F, B and W as text, each with its signature; an empty one says why."""
+    """A stage's F, B and W (or its parts) as text, each with its signature; an empty one says why."""
     why = {"B": "empty: no input of this stage needs a gradient", "W": "empty: no parameter of this stage needs a gradient"}
     parts = []
-    for kind, fn in (("F", stage.F), ("B", stage.B), ("W", stage.W)):
+    pieces = [(f"W_{i}", part.W) for i, part in enumerate(stage.parts)] or [("W", stage.W)]
+    for kind, fn in (("F", stage.F), ("B", stage.B), *pieces):
         head = f"# stage {stage.index}, {kind}: "
-        parts.append(head + why[kind] if fn is None else f"{head}{_signature(fn)}\n{fn}")
+        parts.append(
+            head + why.get(kind, "empty: the others give all gradients") if fn is None else f"{head}{_signature(fn)}\n{fn}"
+        )
     return "\n\n".join(parts)
 
 
