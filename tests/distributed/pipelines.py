@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import zbfx
+from tests.distributed.weights import clipped, tied
 from tests.models import MODELS
 from tests.passes.schedules import in_parts
 from tests.reference import Reference, Result, differences, memory_differences
@@ -142,6 +143,7 @@ def several(channel: Channel, folder: str, rows: Sequence[tuple[str, int]], micr
         "table": table(channel, folder, rows, microbatches),
         "states": states(channel),
         "parts": w_in_parts(channel, folder, 5),
+        "weights": {"clipped": clipped(2.0), "tied": tied()},
     }
 
 
