@@ -203,6 +203,11 @@ def test_any_schedule_with_parts_trains_the_same_and_holds_the_bytes_predicted(d
     assert wrong("mlp", data.draw(random_schedules(3, data.draw(st.integers(1, 3)), max_parts=3))) == []
 
 
+def test_whole_Ws_and_backwards_may_stand_among_those_in_parts() -> None:
+    words = "0F0 1F0 1BW0 0B0 0W0 0F1 1F1 1B1 1W1.0 1W1.1 0B1 0W1.0 0W1.1"
+    assert wrong("mlp", Schedule((0, 0), (tuple(map(parse_action, words.split())),))) == []
+
+
 @pytest.mark.parametrize("name", ["gpt2", "cnn"])
 def test_models_in_parts_equal_one_process(name: str) -> None:
     assert wrong(name, in_parts(order_fixed("zb-v", (0, 1, 1, 0), 4), 3)) == []
