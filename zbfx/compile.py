@@ -17,6 +17,7 @@ from zbfx.ir import (
     Captured,
     Cost,
     CostModel,
+    Course,
     Fn,
     Forward,
     Joint,
@@ -25,14 +26,13 @@ from zbfx.ir import (
     Schedule,
     Solution,
     Stage,
-    Timeline,
     Value,
     outputs_of,
 )
 from zbfx.ordering import SEARCHED, Search, order, order_forward, order_places, place_stages
 from zbfx.passes.allocate import allocate, message_values, refuse_over_limit
-from zbfx.passes.communicate import communicate
-from zbfx.passes.course import bare
+from zbfx.passes.communicate import communicate, validation
+from zbfx.passes.course import bare, post_validation, synchronous
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
@@ -47,6 +47,7 @@ from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
 from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds, node_seconds
 from zbfx.trace.whole import Loss
+from zbfx.training import Resident, Training, resident_bytes
 from zbfx.verify_program import verify_programs, verify_stage
 
 # Between processes of one machine, and between GPUs of one server: seconds per message, bytes per second.
@@ -73,6 +74,7 @@ class Options:
     dead_after: float = 5.0
     timeout: float = 1800.0
     search: Search = field(default_factory=Search)
+    training: Training | None = None  # None: the user's own optimizer steps
 
 
 def build_plan(
@@ -125,10 +127,15 @@ def finish_plan(
     history = list(history)
     profiles: dict[int, Profile] = {}
     placement, found = _placed(stages, captured, options, profiles, forward_only)
-    static = _static_bytes(stages, captured, placement, options.ranks)
+    resident = residents(stages, captured, placement, options.ranks, None if forward_only else options.training)
+    static = tuple(r.total for r in resident)
+    history.append(("resident", resident))
     costs = estimate_costs(stages, options, static, profiles)
     history.append(("estimate", costs))
-    schedule, solution, timeline, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only, found)
+    if forward_only:
+        options = replace(options, training=None)
+    schedule, solution, course, programs = _scheduled(stages, options, placement, costs, profiles, history, forward_only, found)
+    timeline = course.timeline
     running = _running(stages, schedule, options.device)
     if any(s.parts for s in running):
         history.append(("w_parts", running))
@@ -154,6 +161,8 @@ def finish_plan(
         captured.template,
         tuple(history),
         solution=solution,
+        weights="" if options.training is None else options.training.weights,
+        period=course.period,
     )
 
 
@@ -168,7 +177,9 @@ def _placed(
     free = estimate_costs(stages, replace(options, memory=None), (0,) * options.ranks, profiles)
 
     def costs_for(place: Sequence[int]) -> CostModel:
-        return replace(free, limit=_limits(options, _static_bytes(stages, captured, place, options.ranks)))
+        return replace(
+            free, limit=_limits(options, [r.total for r in residents(stages, captured, place, options.ranks, options.training)])
+        )
 
     solution = order_places(options.schedule, len(stages), options.ranks, options.microbatches, costs_for, options.search)
     return solution.schedule.placement, solution
@@ -183,7 +194,7 @@ def _scheduled(
     history: History,
     forward_only: bool,
     found: Solution | None,
-) -> tuple[Schedule, Solution | None, Timeline, tuple[Program, ...]]:
+) -> tuple[Schedule, Solution | None, Course, tuple[Program, ...]]:
     """Order, simulate, communicate and allocate. The search counts bytes at the ends of actions; where receive buffers and
     temporaries carry a rank over its limit all the same, it searches again for that much less. found: by placement's search.
     """
@@ -195,10 +206,10 @@ def _scheduled(
             schedule = found.schedule
         else:
             schedule, solution = order(options.schedule, placement, options.microbatches, tight, options.search)
-        timeline = simulate(schedule, costs)
+        course = _course(schedule, costs, options.training)
         running = _running(stages, schedule, options.device)
-        instrs = communicate(bare(schedule, timeline), running)
-        programs = tuple(allocate(r, i, running, profiles) for r, i in enumerate(instrs))
+        instrs = communicate(course, running)
+        programs = tuple(allocate(r, i, running, profiles, validation(i)) for r, i in enumerate(instrs))
         verify_programs(programs)
         over = [0 if limit is None else max(0, p.peak - limit) for p, limit in zip(programs, costs.limit, strict=True)]
         if options.schedule not in SEARCHED or forward_only or not any(over) or attempt + 1 == _ATTEMPTS:
@@ -206,8 +217,17 @@ def _scheduled(
         limit = tuple(None if b is None else b - o for b, o in zip(tight.limit, over, strict=True))
         tight = replace(tight, limit=limit)
     refuse_over_limit(programs, costs.limit)
-    history += [("order", schedule), ("simulate", timeline), ("communicate", instrs), ("allocate", programs)]
-    return schedule, solution, timeline, programs
+    history += [("order", schedule), ("simulate", course.timeline), ("communicate", instrs), ("allocate", programs)]
+    return schedule, solution, course, programs
+
+
+def _course(schedule: Schedule, costs: CostModel, training: Training | None) -> Course:
+    """What a step does besides F, B and W: nothing where the user's own optimizer steps."""
+    if training is None:
+        return bare(schedule, simulate(schedule, costs))
+    if training.validates:
+        return post_validation(schedule, costs)
+    return synchronous(schedule, costs, checked=training.checked)
 
 
 def _running(stages: Sequence[Stage], schedule: Schedule, device: torch.device) -> tuple[Stage, ...]:
@@ -350,19 +370,24 @@ def _arriving(stage: Stage, group: str) -> list[Any]:
     return [reader.value(n) for n in reader.takes.get(group, ())]
 
 
-def _static_bytes(stages: Sequence[Stage], captured: Captured, placement: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Bytes of each rank's parameters (each once), their gradients, buffers and constants."""
+def residents(
+    stages: Sequence[Stage], captured: Captured, placement: Sequence[int], ranks: int, training: Training | None
+) -> tuple[Resident, ...]:
+    """What each rank holds from step to step: its parameters (each once), their gradients, buffers, constants and more."""
     values = {n.name: n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"}
     places = {v: k for k, v in {**captured.params, **captured.buffers}.items()}
-    totals = [0] * ranks
+    found = []
     for rank in range(ranks):
         own = [s for s in stages if placement[s.index] == rank]
-        params = {n for s in own for n in s.names}
-        trained = [s.names[i] for s in own for i in s.gparams]  # a tied parameter gathers one gradient per stage,
-        trained += [n for n in {*trained} if sum(n in s.names for s in stages) > 1]  # and their sum
+        gathered = [s.names[i] for s in own for i in s.gparams]  # a tied parameter gathers one gradient per stage,
+        trained = {*gathered}
+        gathered += [n for n in trained if sum(n in s.names for s in stages) > 1]  # and their sum
+        frozen = sum(values[places[n]].nbytes for n in {n for s in own for n in s.names} - trained)
         others = {places[n] for s in own for n in s.buffers} | {n for s in own for n in s.constants}
-        totals[rank] = sum(values[places[n]].nbytes for n in [*params, *trained]) + sum(values[n].nbytes for n in others)
-    return tuple(totals)
+        tensors = [values[places[n]] for n in sorted(trained)]
+        grads = [values[places[n]] for n in gathered]
+        found.append(resident_bytes(tensors, frozen, grads, sum(values[n].nbytes for n in others), training))
+    return tuple(found)
 
 
 def _with_source(

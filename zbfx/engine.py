@@ -14,15 +14,19 @@ from torch.utils import _pytree as pytree
 
 from zbfx.batch import Batch
 from zbfx.compile import Options
-from zbfx.errors import PlanError
+from zbfx.errors import InputError, PlanError
 from zbfx.gradients import clip_grad_norm_, refuse_lost_hooks, run_hooks
 from zbfx.holdings import Holdings
 from zbfx.ir import Place, Program, Span, Timeline, Value
+from zbfx.passes.course import chain_of
 from zbfx.plan import Plan
 from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
+from zbfx.runtime.trainer import Trainer
 from zbfx.text import parse_span
 from zbfx.ties import Tie, find_ties, sum_ties
+from zbfx.training import Training
+from zbfx.updating import Updating
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class _Loaded:
 
     step: Callable[[Rank], Any]
     messages: Mapping[str, Any]
+    flush: Callable[[Rank], Any]
 
 
 class Engine:
@@ -50,8 +55,8 @@ class Engine:
         where = place()
         self.distributed = where is not None and where.size > 1
         self.local = (where.rank,) if where is not None and self.distributed else tuple(range(options.ranks))
-        self._ties = find_ties(plan, holdings)
         self._hold(plan, options.ranks)
+        self._ties = find_ties(plan, holdings.tensor)
         pairs = _pairs(plan, self._ties) if self.distributed else ()
         if self.distributed:
             self._channels = [connect(self.device, pairs=pairs, dead_after=options.dead_after, timeout=options.timeout)]
@@ -63,6 +68,17 @@ class Engine:
         self.observed: Observed | None = None
         self.steps = 0  # training steps taken: dropout of each draws from a stream of its own
         self.seed = self._agree(options.seed)
+        self.updating = None if options.training is None else self._update(plan, options.training)
+        self._trainers: dict[tuple[Plan, int], Trainer] = {}
+
+    def _update(self, plan: Plan, training: Training) -> Updating:
+        """The optimizer, shared out; tied parameters gather what it steps."""
+        channels = {r: self._channels[0] if self.distributed else self._channels[r] for r in self.local}
+        updating = Updating(plan, self.holdings, self.local, training, channels, self.device)
+        first = {name: plan.schedule.placement[stage] for name, stage in plan.owners.items()}
+        mine = {name: rank if rank in self.local else self.local[0] for name, rank in first.items()}
+        updating.ties = self._ties = find_ties(plan, lambda name: updating.target(mine[name], name))
+        return updating
 
     def _agree(self, seed: int | None) -> int:
         """The seed asked for, else torch's at rank 0."""
@@ -88,16 +104,32 @@ class Engine:
 
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """One step of every local rank; the loss, on every rank."""
-        if plan.differentiates:
-            refuse_lost_hooks(self.holdings)
+        if not plan.differentiates:
+            self.flush()
+            return self._loss(plan, self._run(plan, batch))
+        refuse_lost_hooks(self.holdings)
         ranks = self._run(plan, batch)
-        if plan.differentiates:
-            self.steps += 1
-            run_hooks(self._trained(plan))
+        self.steps += 1
+        if self.updating is not None:
+            return self._reported(ranks)
+        run_hooks(self._trained(plan))
         return self._loss(plan, ranks)
+
+    def flush(self) -> None:
+        """Complete the last step where it went ahead: all ranks learn the state of its gradients."""
+        if self.updating is None or not any(w.ahead for w in self.updating.ranks.values()):
+            return
+        plan = self._last_plan
+        ranks: list[Rank] = [self._trainers[plan, r] for r in self.local]
+        self._execute(ranks, [self._load(plan, r).flush for r in self.local])
+
+    def _reported(self, ranks: Sequence[Rank]) -> torch.Tensor:
+        """The loss that the programs have passed around."""
+        return next(r.result()[0] for r in ranks if isinstance(r, Trainer)).clone()
 
     def predict(self, plan: Plan, batch: Batch) -> Any:
         """The model's outputs for a batch, on every rank: see Pipeline.predict."""
+        self.flush()
         ranks = self._run(plan, batch)
         last = plan.schedule.placement[-1]
         mine = next((r for r in ranks if r.index == last), None)
@@ -147,17 +179,21 @@ class Engine:
 
     def _run_ranks(self, plan: Plan, batch: Batch) -> list[Rank]:
         recorders = {r: self._recorder() for r in self.local}
-        ranks = [self._rank(plan, r, batch, recorders[r]) for r in self.local]
-        steps = [self._load(plan, r).step for r in self.local]
-        if self.distributed:
-            execute(ranks[0], steps[0])
-        else:
-            run_threads(ranks, steps)
-        if plan.differentiates:
+        trains = self.updating is not None and plan.differentiates
+        make = self._trainer if trains else self._rank
+        ranks = [make(plan, r, batch, recorders[r]) for r in self.local]
+        self._execute(ranks, [self._load(plan, r).step for r in self.local])
+        if plan.differentiates and not trains:
             sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
         if self._watch is not None:
             self.observed = _observe(self._channels[0] if self.distributed else None, plan, recorders)
         return ranks
+
+    def _execute(self, ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]]) -> None:
+        if self.distributed:
+            execute(ranks[0], steps[0])
+        else:
+            run_threads(ranks, steps)
 
     def _recorder(self) -> Recorder:
         times, memory = self._watch or (False, False)
@@ -179,14 +215,31 @@ class Engine:
         return total
 
     def _rank(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Rank:
-        params, grads, weights = self._bind(plan)
+        return Rank(recorder=recorder, inputs=self._inputs(plan, rank, batch), **self._given(plan, rank))
+
+    def _trainer(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Trainer:
+        """The rank's trainer for this plan, at the beginning of a step."""
+        if self.updating is None:
+            raise InputError("the plan updates weights, but no optimizer was given: pass optimizer= to zbfx.load or zbfx.compile")
+        key = (plan, rank)
+        if key not in self._trainers:
+            divisor = plan.microbatches if plan.reduction == "mean" else 1
+            given = self._given(plan, rank)
+            self._trainers[key] = Trainer(inputs={}, updater=self.updating.ranks[rank], divisor=divisor, **given)
+        self._last_plan = plan
+        trainer = self._trainers[key]
+        trainer.next_step(self._inputs(plan, rank, batch), recorder)
+        return trainer
+
+    def _inputs(self, plan: Plan, rank: int, batch: Batch) -> dict[tuple[int, int], tuple[Any, ...]]:
+        """The input leaves of each stage and microbatch, and the source of its random numbers."""
         own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
         used = {plan.leaves[name] for s in own for name in s.leaves}  # moved once, however many stages read them
         microbatches = [
             {i: leaves[i].to(self.device, non_blocking=True) for i in used}
             for leaves in map(batch.microbatch, range(plan.microbatches))
         ]
-        inputs = {
+        return {
             (s.index, mb): (
                 *[leaves[plan.leaves[name]] for name in s.leaves],
                 Random(self.seed, self.steps, mb, self.device),
@@ -194,17 +247,20 @@ class Engine:
             for s in own
             for mb, leaves in enumerate(microbatches)
         }
-        return Rank(
-            rank,
-            self._channels[0] if self.distributed else self._channels[rank],
-            messages=self._load(plan, rank).messages,
-            params={s.index: params[s.index] for s in own},
-            grads={s.index: grads[s.index] for s in own},
-            inputs=inputs,
-            weights=weights if plan.schedule.placement[-1] == rank and plan.template is None else (),
-            device=self.device,
-            recorder=recorder,
-        )
+
+    def _given(self, plan: Plan, rank: int) -> dict[str, Any]:
+        """What a rank is made of, but for a step's inputs."""
+        params, grads, weights = self._bind(plan)
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
+        return {
+            "index": rank,
+            "channel": self._channels[0] if self.distributed else self._channels[rank],
+            "messages": self._load(plan, rank).messages,
+            "params": {s.index: params[s.index] for s in own},
+            "grads": {s.index: grads[s.index] for s in own},
+            "weights": weights if plan.schedule.placement[-1] == rank and plan.template is None else (),
+            "device": self.device,
+        }
 
     def _bind(self, plan: Plan) -> tuple[Any, Any, Any]:
         """For each local stage, its parameters and where their gradients go; the tangent of each microbatch's loss."""
@@ -213,20 +269,27 @@ class Engine:
             for s in plan.stages:
                 if plan.schedule.placement[s.index] not in self.local:
                     continue
-                own = [self.holdings.tensor(n) for n in (*s.names, *s.buffers)]
+                own = [self._tensor(plan, s.index, n) for n in (*s.names, *s.buffers)]
                 params[s.index] = (*own, *[plan.constants[n].to(self.device) for n in s.constants])
-                grads[s.index] = tuple(self._target(s.index, s.names[i]) for i in s.gparams)
+                grads[s.index] = tuple(self._target(plan, s.index, s.names[i]) for i in s.gparams)
             one = torch.ones((), dtype=plan.results[0].dtype, device=self.device)
             weight = one / plan.microbatches if plan.reduction == "mean" else one
             self._bound[plan] = (params, grads, (weight,) * plan.microbatches)
         return self._bound[plan]
 
-    def _target(self, stage: int, name: str) -> torch.Tensor:
-        parameter = self.holdings.tensor(name)
+    def _tensor(self, plan: Plan, stage: int, name: str) -> torch.Tensor:
+        if self.updating is None:
+            return self.holdings.tensor(name)
+        return self.updating.tensor(plan.schedule.placement[stage], name)
+
+    def _target(self, plan: Plan, stage: int, name: str) -> Any:
+        """What takes a stage's gradient of a parameter."""
         for tie in self._ties:
-            if tie.parameter is parameter:
+            if stage in tie.stages and self.holdings.tensor(tie.name) is self.holdings.tensor(name):
                 return tie.parts[stage]
-        return parameter
+        if self.updating is None:
+            return self.holdings.tensor(name)
+        return self.updating.target(plan.schedule.placement[stage], name)
 
     def _load(self, plan: Plan, rank: int) -> _Loaded:
         key = (plan, rank)
@@ -252,7 +315,7 @@ def load_program(program: Program) -> _Loaded:
     missing = [what for what in ("step", "MESSAGES") if what not in space]
     if missing:
         raise PlanError(f"{name} defines no {' and no '.join(missing)}: a rank file has step(rank) and MESSAGES")
-    return _Loaded(space["step"], space["MESSAGES"])
+    return _Loaded(space["step"], space["MESSAGES"], space.get("flush", lambda _: None))
 
 
 def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
@@ -261,6 +324,8 @@ def _pairs(plan: Plan, ties: Sequence[Tie]) -> tuple[tuple[int, int], ...]:
     found = {pair for a, b in pairwise(place) if a != b for pair in ((a, b), (b, a))}
     found |= {(place[-1], r) for r in range(len(plan.programs)) if r != place[-1]}
     found |= {pair for r in range(1, len(plan.programs)) for pair in ((r, 0), (0, r))}  # the norm of all gradients
+    chain = chain_of(plan.schedule)
+    found |= {pair for a, b in pairwise(chain) for pair in ((a, b), (b, a))}  # the state of the gradients
     for tie in ties:
         ranks = {place[s] for s in tie.stages}
         found |= {(a, b) for a in ranks for b in ranks if a != b}

@@ -16,6 +16,8 @@ from torch import fx
 Kind = Literal["F", "B", "W", "BW", "S", "V", "U", "L"]
 
 
+WEIGHTS = ("synchronous", "post-validation", "2bw")  # when weights change
+
 # ---------------------------------------------------------------- order
 
 

@@ -22,6 +22,8 @@ from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
 from zbfx.trace.whole import Loss
+from zbfx.training import MakeOptimizer, Training
+from zbfx.updating import Progress, Updating
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -39,7 +41,7 @@ def compile(
     schedule: str | Schedule = "zb-h1",
     memory: str | int | None = None,
     placement: str | Sequence[int] | None = None,
-    objective: str = "makespan",
+    objective: str | None = None,
     w_parts: int = 1,
     seconds: float | None = None,
     cuts: Sequence[str] = (),
@@ -48,6 +50,13 @@ def compile(
     device: str | torch.device | None = None,
     init: Init | None = None,
     seed: int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    weights: str = "synchronous",
+    max_norm: float | None = None,
+    loss_scale: float | str | None = None,
+    rollback: str = "exact",
+    masters: bool = False,
+    correction: str | None = None,
     dead_after: float = 5.0,
     timeout: float = 1800.0,
 ) -> Pipeline:
@@ -68,6 +77,12 @@ def compile(
     "cuda" by default where a process group is and CUDA is there, else where the parameters lie. init: for models on the meta
     device, fn(name, tensor) that fills a parameter in place, or a state dict. seed: of dropout and the like (torch's initial
     seed by default): masks depend on it, the step, the microbatch and the operator, not on stages, ranks or schedule.
+    optimizer: fn(parameters) -> torch.optim.Optimizer: `step` then updates the weights too; `pipe.optimizer` is the result, for
+    learning-rate schedulers. weights: when they change: "synchronous" (at the end of a step), "post-validation" (at once, on
+    what each rank knows, mended if that was wrong; the same bits, and no barrier) or "2bw" (one step late, and no barrier).
+    max_norm: clip the gradients' joint norm. loss_scale: a number, or "dynamic", for half precision; steps with gradients that
+    are not finite are skipped wherever max_norm or loss_scale is given. rollback: "exact" or "inverse". masters: step float32
+    copies of half-precision parameters. correction: of 2bw's delay, "taylor".
     dead_after: seconds without a heartbeat after which another process counts as dead; timeout: seconds that a live one may
     let others wait for a message.
 
@@ -100,7 +115,8 @@ def compile(
         placement if placement is None or isinstance(placement, str) else tuple(placement),
         dead_after,
         timeout,
-        Search(objective, w_parts, seconds),
+        Search(objective or ("makespan" if weights == "synchronous" else "span"), w_parts, seconds),
+        _training(optimizer, weights, max_norm, loss_scale, rollback, masters, correction),
     )
     check_search(options.search, schedule, options.placement)
     if not 0 < dead_after <= timeout:
@@ -109,6 +125,18 @@ def compile(
     if example_inputs is not None or example_kwargs is not None:
         pipe.prepare(*(example_inputs or ()), target=example_target, **(example_kwargs or {}))
     return pipe
+
+
+def _training(optimizer: MakeOptimizer | None, weights: str, *rest: Any) -> Training | None:
+    """What the optimizer's keywords say; without one, nothing may be asked of it."""
+    if optimizer is not None:
+        return Training(optimizer, weights, *rest)
+    names = ("max_norm", "loss_scale", "rollback", "masters", "correction")
+    given = [n for n, v, usual in zip(names, rest, (None, None, "exact", False, None), strict=True) if v != usual]
+    if weights != "synchronous" or given:
+        asked = ", ".join([*(["weights"] if weights != "synchronous" else []), *given])
+        raise InputError(f"{asked}: needs optimizer=, a function such as lambda params: torch.optim.AdamW(params, lr=1e-3)")
+    return None
 
 
 def _device(model: torch.nn.Module, asked: str | torch.device | None, distributed: bool) -> torch.device:
@@ -198,6 +226,31 @@ class Pipeline:
         batch = self._read(args, kwargs, None)
         plan = self._plan_for(batch, forward_only=True, predict=True)
         return self._running(self._current or plan).predict(plan, batch)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that `optimizer=` gave, over the parameters (or masters) of this process. Raises InputError."""
+        return self._updating().optimizer
+
+    def flush(self) -> None:
+        """Complete the last step: afterwards the weights are final. All ranks call it; it changes no result.
+
+        Post-validation: the last step is validated. `eval_step`, `predict` and `state_dict` do it by themselves.
+        """
+        if self._engine is not None:
+            self._engine.flush()
+
+    @property
+    def progress(self) -> Progress:
+        """Steps validated so far, clipped, skipped, taken back; the last joint norm and the loss's scale."""
+        return self._updating().progress()
+
+    def _updating(self) -> Updating:
+        if self._options.training is None:
+            raise InputError("the pipeline has no optimizer: pass optimizer= to zbfx.compile, or step your own")
+        if self._engine is None or self._engine.updating is None:
+            raise InputError("nothing is compiled yet: pass example_inputs to zbfx.compile, or run a step")
+        return self._engine.updating
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients of all ranks so that their joint norm is at most max_norm; returns the norm before.
@@ -296,11 +349,13 @@ class Pipeline:
         return (p for _, p in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The user's names -> parameters and buffers that this process holds."""
+        """The user's names -> parameters and buffers that this process holds. With steps that go ahead, all ranks call it."""
+        self.flush()
         return self._held().state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy values into the parameters and buffers this process holds; `state` may hold more. Raises InputError."""
+        self.flush()
         self._held().load_state_dict(state)
 
     def _held(self) -> Holdings:

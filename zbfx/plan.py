@@ -69,6 +69,8 @@ class Plan:
     history: tuple[tuple[str, Any], ...] = ()
     parameter_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of a plan that was read from a folder
     solution: Solution | None = None
+    weights: str = ""  # when the programs change the weights (ir.WEIGHTS); empty: they do not
+    period: float = 0.0  # predicted seconds from one step's start to the next
 
     @property
     def owners(self) -> dict[str, int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zbfx.holdings import Holdings
 from zbfx.plan import Plan
 from zbfx.runtime import Channel
 
@@ -54,8 +53,11 @@ def _parts_of_one_rank(parameter: torch.Tensor, stages: Sequence[int]) -> dict[i
     return parts
 
 
-def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
-    """The parameters that get gradients on more than one stage."""
+Target = Callable[[str], torch.Tensor]
+
+
+def find_ties(plan: Plan, target: Target) -> tuple[Tie, ...]:
+    """The parameters that get gradients on more than one stage. target(name): what gathers the gradient on one rank."""
     users: dict[str, list[int]] = {}
     for stage in plan.stages:
         for i in stage.gparams:
@@ -63,7 +65,7 @@ def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
     ties = []
     for name, stages in users.items():
         if len(stages) > 1:
-            parameter = holdings.tensor(name)
+            parameter = target(name)
             together = len({plan.schedule.placement[k] for k in stages}) == 1
             apart = {k: parameter.detach().requires_grad_() for k in stages}
             parts = _parts_of_one_rank(parameter, stages) if together else apart
@@ -71,7 +73,9 @@ def find_ties(plan: Plan, holdings: Holdings) -> tuple[Tie, ...]:
     return tuple(ties)
 
 
-def sum_ties(ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Channel | None) -> None:
+def sum_ties(
+    ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Channel | None, target: Target | None = None
+) -> None:
     """Add the sum over stages, last stage first, to the parameter's gradient, on every rank that holds it."""
     for number, tie in enumerate(ties):
         place = plan.schedule.placement
@@ -88,7 +92,7 @@ def sum_ties(ties: Sequence[Tie], plan: Plan, local: Sequence[int], channel: Cha
         if channel is not None and total is not None and len(ranks) > 1:
             total = _exchange(f"tie {number}", total, ranks, local[0], channel)
         if total is not None:
-            parameter = tie.parameter
+            parameter = tie.parameter if target is None else target(tie.name)
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
 

@@ -19,7 +19,7 @@ from zbfx.passes.simulate import action_seconds, bubble, count_parts, hop_second
 from zbfx.verify import dependencies
 
 Orders = Sequence[Sequence[Action]]
-Feeds = Mapping[Action, tuple[Action, ...]]
+Feeds = dict[Action, tuple[Action, ...]]
 
 
 def bare(schedule: Schedule, timeline: Timeline) -> Course:

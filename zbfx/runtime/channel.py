@@ -53,10 +53,10 @@ class Channel:
     def sent(self, name: str) -> None:
         raise NotImplementedError
 
-    def finish(self) -> None:
-        """The step is over: RankError if another rank failed meanwhile, or if a message is left under way."""
+    def finish(self, *, streams: bool = False) -> None:
+        """The step is over: RankError if another rank failed meanwhile, or if a message is left under way (a stream's may be)."""
         self.alarm.check()
-        if left := [*self._posted, *self._sending]:
+        if (left := [*self._posted, *self._sending]) and not streams:
             raise RankError(
                 f"the step ended with messages under way: {', '.join(left)}; every post needs its recv, every send its sent"
             )

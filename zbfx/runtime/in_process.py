@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from zbfx.runtime.channel import Channel, Tensors
 from zbfx.runtime.failures import Alarm, Failure
 
-_Key = tuple[int, int, str]  # from rank, to rank, name
+_Key = tuple[int, int, str, int]  # from rank, to rank, name, and how many of that name have gone before
 
 
 @dataclass(slots=True, eq=False)
@@ -146,21 +147,32 @@ class InProcess(Channel):
     def __init__(self, index: int, exchange: Exchange) -> None:
         super().__init__(index, exchange.size, exchange.alarm)
         self._exchange = exchange
+        self._times: Counter[tuple[str, int, str]] = Counter()
 
     def post(self, name: str, source: int, buffers: Tensors) -> None:
         self._open(self._posted, name, source)
-        self._exchange.bring_buffers((source, self.index, name), buffers)
+        self._times["from", source, name] += 1
+        self._exchange.bring_buffers(self._key_from(source, name), buffers)
 
     def recv(self, name: str) -> Tensors:
-        return self._exchange.take_buffers((self._shut(self._posted, name), self.index, name))
+        return self._exchange.take_buffers(self._key_from(self._shut(self._posted, name), name))
 
     def send(self, name: str, target: int, tensors: Tensors) -> None:
         self._open(self._sending, name, target)
-        self._exchange.bring_tensors((self.index, target, name), tensors)
+        self._times["to", target, name] += 1
+        self._exchange.bring_tensors(self._key_to(target, name), tensors)
 
     def sent(self, name: str) -> None:
-        self._exchange.drop_tensors((self.index, self._shut(self._sending, name), name))
+        self._exchange.drop_tensors(self._key_to(self._shut(self._sending, name), name))
 
     def reset(self) -> None:
         super().reset()
+        self._times.clear()
         self._exchange.forget_all()
+
+    def _key_from(self, source: int, name: str) -> _Key:
+        """A name comes again while the other end still holds its last message: the two are told apart by their number."""
+        return source, self.index, name, self._times["from", source, name]
+
+    def _key_to(self, target: int, name: str) -> _Key:
+        return self.index, target, name, self._times["to", target, name]

@@ -96,7 +96,9 @@ def connect(
     return channel
 
 
-def run_threads(ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *, grace: float = 30.0) -> None:
+def run_threads(
+    ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *, streams: bool = False, grace: float = 30.0
+) -> None:
     """One step of every rank of this process, a thread each. RankError is the first failure's; all threads have ended then,
     but for one that does not come back from its computation within `grace` seconds. Afterwards the channels can be used again.
     """
@@ -106,7 +108,7 @@ def run_threads(ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *
             rank.channel.reset()
         alarm.reset()
     errors: dict[int, BaseException] = {}
-    threads = [_thread(rank, step, errors) for rank, step in zip(ranks, steps, strict=True)]
+    threads = [_thread(rank, step, errors, streams) for rank, step in zip(ranks, steps, strict=True)]
     try:
         for thread in threads:
             thread.start()
@@ -120,7 +122,7 @@ def run_threads(ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *
         raise errors.get(alarm.failure.rank) or RankError(str(alarm.failure))
 
 
-def _thread(rank: Rank, step: Callable[[Rank], Any], errors: dict[int, BaseException]) -> threading.Thread:
+def _thread(rank: Rank, step: Callable[[Rank], Any], errors: dict[int, BaseException], streams: bool) -> threading.Thread:
     """A thread, not started yet, that runs the step on the rank's own stream and keeps what it raises."""
     stream = _stream(rank)
     if stream is not None:
@@ -133,7 +135,7 @@ def _thread(rank: Rank, step: Callable[[Rank], Any], errors: dict[int, BaseExcep
             if stream is not None:
                 stack.enter_context(torch.cuda.stream(stream))
             try:
-                execute(rank, step)
+                execute(rank, step, streams=streams)
             except BaseException as error:
                 errors[rank.index] = error
 

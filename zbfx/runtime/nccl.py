@@ -76,9 +76,9 @@ class Nccl(Gloo):
         self.alarm.check()
         dist.broadcast(tensor, source, self._world)
 
-    def finish(self) -> None:
+    def finish(self, *, streams: bool = False) -> None:
         """As every channel's; and wait for the device, so that a peer's death is noticed here and not as wrong numbers."""
-        super().finish()
+        super().finish(streams=streams)
         done = torch.cuda.current_stream(self.device).record_event()
         while not done.query():
             self.alarm.check()

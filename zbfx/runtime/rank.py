@@ -78,11 +78,11 @@ class Rank:
 
     def params(self, stage: int) -> Tensors:
         """The stage's parameters, buffers and constants."""
-        return _look_up(self._params, stage, f"parameters of stage {stage}")
+        return look_up(self._params, stage, f"parameters of stage {stage}")
 
     def inputs(self, stage: int, mb: int) -> Tensors:
         """The stage's own input leaves for a microbatch."""
-        return _look_up(self._inputs, (stage, mb), f"inputs of stage {stage} for microbatch {mb}")
+        return look_up(self._inputs, (stage, mb), f"inputs of stage {stage} for microbatch {mb}")
 
     def post(self, name: str) -> None:
         """Allocate the buffers of a message and announce them to its sender; returns at once."""
@@ -126,7 +126,7 @@ class Rank:
         """Add W's outputs to the gradients, in place; a first gradient is taken as it is. which: those of the stage's gradients
         that a part of W gives.
         """
-        targets = _look_up(self._grads, stage, f"gradients of stage {stage}")
+        targets = look_up(self._grads, stage, f"gradients of stage {stage}")
         if which is not None:
             if not all(0 <= i < len(targets) for i in which):
                 raise RankError(f"stage {stage} has {len(targets)} gradients, the program accumulates numbers {list(which)}")
@@ -168,16 +168,17 @@ class Rank:
         return found[0] if end else found[1], found[2]
 
 
-def execute(rank: Rank, step: Callable[[Rank], Any]) -> None:
+def execute(rank: Rank, step: Callable[[Rank], Any], *, streams: bool = False) -> None:
     """Run one step of a rank's program in this thread. RankError names the rank, the action and the cause that stopped it,
-    here or on whichever rank failed first; all other ranks of the channel get the same error.
+    here or on whichever rank failed first; all other ranks of the channel get the same error. streams: the step goes on in the
+    next one, so messages may be under way when it ends.
     """
     rank.channel.action = ""
     try:
         # Grad mode is on, as in the forward pass that was traced (kernels of recurrent layers ask for it); nothing requires grad.
         with torch.enable_grad(), rank.recorder.recording(rank.static()):
             step(rank)
-        rank.channel.finish()
+        rank.channel.finish(streams=streams)
     except BaseException as error:
         _fail(rank, error)
     rank.channel.action = ""
@@ -200,7 +201,8 @@ def _fail(rank: Rank, error: BaseException) -> NoReturn:
     raise RankError(f"{failure}{seen}") from error
 
 
-def _look_up(table: Mapping[_K, _V], key: _K, what: str) -> _V:
+def look_up(table: Mapping[_K, _V], key: _K, what: str) -> _V:
+    """table[key], or RankError saying what the rank has none of."""
     """table[key], or a RankError that says what is missing."""
     if key not in table:
         raise RankError(f"this rank has no {what}; it has {', '.join(map(str, table)) or 'none'}")

@@ -23,6 +23,7 @@ class Share:
     def __init__(self, whole: Optimizer, parameters: Collection[Tensor]) -> None:
         self.whole = whole
         self._wanted = {id(p) for p in parameters}
+        self.last: Settings = ()  # what the last step was taken with
         self._part: Optimizer = object.__new__(type(whole))
         self._part.__dict__.update(whole.__dict__)
         self._part.__dict__.pop("step", None)  # a learning-rate scheduler has put its own wrapper there
@@ -30,6 +31,7 @@ class Share:
     def step(self, settings: Settings) -> None:
         """Step on the gradients in `.grad`, with the given settings of each of the optimizer's groups."""
         groups = []
+        self.last = settings
         for group, values in zip(self.whole.param_groups, settings, strict=True):
             chosen = [p for p in group["params"] if id(p) in self._wanted]
             if chosen:
@@ -40,6 +42,11 @@ class Share:
             with torch.no_grad():
                 self._part.step()
         self.whole._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at, to warn
+
+    def settings(self, parameter: Tensor) -> Mapping[str, Any]:
+        """What the last step of a parameter was taken with: its group's settings."""
+        groups = zip(self.whole.param_groups, self.last, strict=True)
+        return next((values for group, values in groups if any(p is parameter for p in group["params"])), {})
 
     def state(self, parameter: Tensor) -> dict[str, Any]:
         """What the optimizer keeps for a parameter; empty before its first step."""

@@ -20,6 +20,17 @@ from zbfx.runtime.weights import Weights
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # gradient, newest weights, weights it was taken at -> gradient
 
 
+def taylor(grad: Tensor, newest: Tensor, taken_at: Tensor) -> Tensor:
+    """The gradient brought to the newest weights by a first-order step, with the squared gradient for the Hessian's diagonal
+    (DC-ASGD, arXiv 1609.08326), scaled by the gradient's root mean square so that it does not depend on the loss's scale.
+    """
+    scale = grad.square().mean().sqrt().clamp_min(1e-30)
+    return grad + grad.square() / scale * (newest - taken_at)
+
+
+CORRECTIONS: dict[str, Correction] = {"taylor": taylor}
+
+
 class Versions(Weights):
     """The weights of one rank under 2BW. `step` counts the calls since the stream began."""
 

@@ -114,7 +114,7 @@ class Weights:
     def learn(self, table: Tensor) -> bool:
         """The full state of the last step. If the step was taken on less, mend it. True where the forwards that followed it,
         on whichever rank, must be run again: their weights were wrong."""
-        rows = table.tolist()
+        self._table, rows = table, table.tolist()
         final = judge(rows, range(self.rules.num_stages), self.rules.max_norm)
         self.verdicts.append(final)
         self.scale.learn(final.factor is None)
@@ -142,7 +142,7 @@ class Weights:
         self.updates += 1
 
     def state(self) -> tuple[Tensor, ...]:
-        """The table that this rank measured last: the full one, at the chain's end."""
+        """The table that this rank has measured or learned last."""
         if self._table is None:
             raise RankError("no state is measured yet: `state` needs a `measure` before it")
         return (self._table,)

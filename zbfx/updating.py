@@ -1,0 +1,151 @@
+"""The user's optimizer, taken apart for the ranks of this process: what each rank's programs update its weights with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zbfx.errors import InputError
+from zbfx.gradients import run_hooks
+from zbfx.holdings import Holdings
+from zbfx.passes.course import chain_of
+from zbfx.plan import Plan
+from zbfx.runtime import Channel
+from zbfx.runtime.verdict import LossScale
+from zbfx.runtime.versions import CORRECTIONS, Versions
+from zbfx.runtime.weights import Rules, Weight, Weights
+from zbfx.ties import Tie, sum_ties
+from zbfx.training import ROLLBACKS, Training
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has become of the steps so far. rollbacks: steps that a rank of this process took back; repeats: steps whose first
+    forwards ran again."""
+
+    steps: int
+    clipped: int
+    skipped: int
+    rollbacks: int
+    repeats: int
+    norm: float
+    loss_scale: float
+
+
+class Updating:
+    """What the ranks of this process train with: `optimizer`, the user's, over all their parameters, and a share for each."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        holdings: Holdings,
+        local: Sequence[int],
+        training: Training,
+        channels: Mapping[int, Channel],
+        device: torch.device,
+    ) -> None:
+        self.training, self._plan, self._holdings, self._device = training, plan, holdings, device
+        self._masters: dict[int, torch.nn.Parameter] = {}
+        self._stand_ins: dict[tuple[int, int], torch.nn.Parameter] = {}
+        self._make_stand_ins(local)
+        if training.masters:
+            self._make_masters(local)
+        self.optimizer = self._make_optimizer(local)
+        self.ties: tuple[Tie, ...] = ()  # set by the engine, which finds them with `target`
+        self.ranks = {r: self._weights(r, channels[r]) for r in local}
+
+    def tensor(self, rank: int, name: str) -> torch.Tensor:
+        """A parameter or buffer as a rank reads it: two ranks of one process that share a parameter have one each."""
+        found = self._holdings.tensor(name)
+        return self._stand_ins.get((rank, id(found)), found)
+
+    def target(self, rank: int, name: str) -> torch.Tensor:
+        """What gathers a parameter's gradient and is stepped: the parameter itself, or its float32 master."""
+        found = self.tensor(rank, name)
+        return self._masters.get(id(found), found)
+
+    def progress(self) -> Progress:
+        """Of the steps that are validated: all ranks say the same but for rollbacks, which are summed over this process's."""
+        first, *_ = self.ranks.values()
+        verdicts = first.verdicts
+        return Progress(
+            steps=len(verdicts) if first.rules.checked else first.updates,
+            clipped=sum(v.factor is not None and v.factor != 1.0 for v in verdicts),
+            skipped=sum(v.factor is None for v in verdicts),
+            rollbacks=sum(w.rollbacks for w in self.ranks.values()),
+            repeats=first.repeats,
+            norm=verdicts[-1].norm if verdicts else float("nan"),
+            loss_scale=first.scale.value,
+        )
+
+    def _trained(self, rank: int) -> dict[str, int]:
+        """Parameters of a rank that get gradients -> the first stage on it that uses them."""
+        own = [s for s in self._plan.stages if self._plan.schedule.placement[s.index] == rank]
+        return {s.names[i]: s.index for s in reversed(own) for i in s.gparams}
+
+    def _make_stand_ins(self, local: Sequence[int]) -> None:
+        """In one process, ranks do not share a parameter: each steps its own copy, as ranks in several processes do."""
+        owner: dict[int, int] = {}
+        for rank in sorted(local, key=self._plan.schedule.placement.index):
+            for name in self._trained(rank):
+                found = self._holdings.tensor(name)
+                if owner.setdefault(id(found), rank) != rank:
+                    copy = torch.nn.Parameter(found.detach().clone(), requires_grad=True)
+                    self._stand_ins[rank, id(found)] = copy
+
+    def _make_masters(self, local: Sequence[int]) -> None:
+        for rank in local:
+            for name in self._trained(rank):
+                found = self.tensor(rank, name)
+                if found.dtype in (torch.float16, torch.bfloat16) and id(found) not in self._masters:
+                    self._masters[id(found)] = torch.nn.Parameter(found.detach().float())
+
+    def _make_optimizer(self, local: Sequence[int]) -> Optimizer:
+        trained = {id(self._holdings.tensor(name)) for rank in local for name in self._trained(rank)}
+        mine = [p for _, p in self._holdings.named_parameters() if id(p) in trained]
+        targets = [self._masters.get(id(p), p) for p in mine]
+        optimizer = self.training.optimizer(targets)
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(f"optimizer= gave a {type(optimizer).__name__}; it must give a torch.optim.Optimizer")
+        for (_, original), copy in self._stand_ins.items():
+            first = next(t for p, t in zip(mine, targets, strict=True) if id(p) == original)
+            group = next((g for g in optimizer.param_groups if any(p is first for p in g["params"])), None)
+            if group is not None:
+                group["params"].append(self._masters.get(id(copy), copy))
+        return optimizer
+
+    def _weights(self, rank: int, channel: Channel) -> Weights:
+        plan, training = self._plan, self.training
+        place = plan.schedule.placement
+        first = {s.names[i]: s.index for s in reversed(plan.stages) for i in s.gparams}
+        found = {}
+        for name in self._trained(rank):
+            parameter = self.tensor(rank, name)
+            home = first[name] if place[first[name]] == rank else -1
+            found[id(parameter)] = Weight(parameter, self.target(rank, name), home)
+        chain = chain_of(plan.schedule)
+        stages = tuple(tuple(k for k, r in enumerate(place) if r == link) for link in chain)
+        rules = Rules(len(plan.stages), stages, training.max_norm, training.checked)
+        own = [s for s in plan.stages if place[s.index] == rank]
+        buffers = {id(b): b for s in own for b in map(self._holdings.tensor, s.buffers)}
+        options: dict[str, Any] = {
+            "scale": LossScale(training.loss_scale),
+            "buffers": tuple(buffers.values()),
+            "finish": lambda: self._finish(rank, channel),
+            "device": self._device,
+            "snapshot": ROLLBACKS[training.rollback],
+        }
+        args = (tuple(found.values()), self.optimizer, rules, chain.index(rank))
+        if training.weights == "2bw":
+            return Versions(*args, correction=CORRECTIONS.get(training.correction or ""), **options)
+        return Weights(*args, **options)
+
+    def _finish(self, rank: int, channel: Channel) -> None:
+        """Complete a rank's gradients: sums of tied ones, and the hooks of parameters."""
+        many = len(self._plan.programs) > 1
+        sum_ties(self.ties, self._plan, (rank,), channel if many else None, lambda name: self.target(rank, name))
+        run_hooks([w.target for w in self.ranks[rank].weights])
