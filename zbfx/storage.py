@@ -82,8 +82,15 @@ _KEEPS_HOLES = {
 }
 
 
-def allocated(node: fx.Node, value: torch.Tensor) -> int:
-    """Bytes of the storage that a call allocates for one of its results, as kernels do it (shape functions do not tell)."""
+def allocated(node: fx.Node, value: torch.Tensor, index: int = 0) -> int:
+    """Bytes of the storage that a call allocates for its result (of several: number `index`), as kernels do it.
+
+    Shape functions do not tell. value: the result as they give it.
+    """
+    if node.target in _BAGS:
+        return nbytes(value) + _bag_extra(node, index) * value.element_size()
+    if node.target is torch.ops.aten.mkldnn_rnn_layer.default and index == _WORKSPACE:
+        return _workspace(node)
     source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
     if isinstance(source, torch.Tensor):
         if node.target in _REDUCED_IN_PLACE and value.dim() == 0:
@@ -91,3 +98,29 @@ def allocated(node: fx.Node, value: torch.Tensor) -> int:
         if node.target in _KEEPS_HOLES and not is_dense(source):
             return source.untyped_storage().nbytes()
     return nbytes(value)
+
+
+_BAGS = {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
+_OFFSET2BAG, _BAG_SIZE = 1, 2  # results of an embedding bag
+_MODE, _INCLUDE_LAST_OFFSET = 4, 7  # its arguments
+_ASKED = 1 << 30
+_WORKSPACE = 3  # of a recurrent layer's results, what its backward reads
+
+
+def _bag_extra(node: fx.Node, index: int) -> int:
+    """Elements that the CPU kernel makes room for beyond a result's own: it counts one further than it tells."""
+    mode = node.args[_MODE] if len(node.args) > _MODE else 0
+    last = len(node.args) > _INCLUDE_LAST_OFFSET and bool(node.args[_INCLUDE_LAST_OFFSET])
+    return int((index == _OFFSET2BAG and mode != 0) or (index == _BAG_SIZE and last))
+
+
+def _workspace(node: fx.Node) -> int:
+    """Bytes of a recurrent layer's workspace, whose layout is oneDNN's own: the kernel itself is asked, on zeros.
+
+    Not for layers whose arguments take more than _ASKED bytes, which would have to be there: their workspace counts 0.
+    """
+    if sum(n.meta["val"].nbytes for n in node.all_input_nodes) > _ASKED:
+        return 0
+    args = fx.map_arg(node.args, lambda n: torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype))
+    with torch.enable_grad():  # without, the kernel makes none
+        return nbytes(node.target(*args)[_WORKSPACE])  # type: ignore[operator]

@@ -31,7 +31,7 @@ def wrong(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_two_ranks_all_models(folder: Path) -> None:
-    """One stage a rank and (the CNN) two; loss, gradients, buffers, bytes, released memory, state dicts; W in parts; clipping, ties."""
+    """One stage a rank, the CNN two: loss, gradients, buffers, bytes, released memory, state dicts; parts, clipping, ties."""
     rows = [(name, 4 if name == "cnn" else 2) for name in MODELS]
     results = run_processes(pipelines.several, 2, (str(folder), rows, MICROBATCHES))
     tables = [r["table"] for r in results]

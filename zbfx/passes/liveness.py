@@ -110,9 +110,9 @@ class _Slots:
                 continue
             view = is_view(node.target)
             if i in parts:
-                self.of[parts[i]] = self._look(node) if view else self._make(node, value)
+                self.of[parts[i]] = self._look(node) if view else self._make(node, value, i)
             elif not view:
-                self.unused.setdefault(node, []).append(self._make(node, value))
+                self.unused.setdefault(node, []).append(self._make(node, value, i))
 
     def _look(self, node: fx.Node) -> Slot:
         """One more name on the storage that a view looks at."""
@@ -121,9 +121,9 @@ class _Slots:
             self.views.setdefault(node, []).append(slot)
         return slot
 
-    def _make(self, node: fx.Node, value: torch.Tensor) -> int:
+    def _make(self, node: fx.Node, value: torch.Tensor, index: int = 0) -> int:
         slot = self._next()
-        self.made.setdefault(node, []).append((slot, allocated(node, value)))
+        self.made.setdefault(node, []).append((slot, allocated(node, value, index)))
         return slot
 
 
