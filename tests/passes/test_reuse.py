@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zbfx
 
@@ -24,6 +25,14 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(torch.relu(self.linear(self.norm(x)))) * self.scale
+
+
+class Checkpointed(Layer):
+    """Two regions of torch.utils.checkpoint, numbered through the whole model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + checkpoint(lambda v: self.drop(torch.relu(self.linear(self.norm(v)))), x, use_reentrant=False)
+        return x * checkpoint(lambda v: torch.sigmoid(self.linear(v)), x, use_reentrant=False)
 
 
 def sources(model: nn.Module, monkeypatch: pytest.MonkeyPatch, *, reuse: bool) -> tuple[list[str], int]:
@@ -75,6 +84,16 @@ def test_equal_stages_are_traced_once_and_come_out_as_if_each_were(rate: float, 
     without, all_of_them = sources(model, monkeypatch, reuse=False)
     assert with_reuse == without
     assert (few, all_of_them) == (3, 6)  # the first needs no input gradient, the last has the loss
+
+
+def test_equal_stages_with_checkpointed_regions_share_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[Checkpointed(8, rate=0.5) for _ in range(5)])
+    with_reuse, few = sources(model, monkeypatch, reuse=True)
+    without, all_of_them = sources(model, monkeypatch, reuse=False)
+    assert with_reuse == without
+    assert (few, all_of_them) == (3, 5)
+    forwards = [len(re.findall(r"= aten_sigmoid\(", text)) for text in with_reuse]
+    assert forwards == [2] * 5, "once in F, and once more where the region is computed again"
 
 
 def test_stages_that_differ_in_a_number_alone_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
