@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import zbfx
 from tests.equal import case, eager, exported, pipe_for, step, wrong
 from tests.models import Case
 from tests.reference import differences
@@ -128,6 +129,65 @@ def test_the_mode_of_every_module_is_respected() -> None:
         m.zero_grad()
     assert differences(model, step(of, pipe), eager(of, 2, twin)) == []
     assert model.norm.num_batches_tracked == 2
+
+
+class Tuned(Chain):
+    """Numbers in attributes that users change between steps: a gain, a list of them, a rate."""
+
+    def init(self) -> None:
+        self.gain, self.gains, self.unread = 1.0, [1.0, 0.5], 0
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x * self.gain)) * self.gains[1]
+
+
+def test_numbers_changed_between_steps_are_the_ones_used() -> None:
+    of = case(Tuned, mse, vectors)
+    model, pipe = pipe_for(of, 2)
+    twin = of.fresh()
+    plans = {id(pipe.plan)}
+    for change in (lambda m: None, lambda m: setattr(m, "gain", 2.0), lambda m: m.gains.__setitem__(1, 3.0)):
+        for m in (model, twin):
+            change(m)
+        assert differences(model, step(of, pipe), eager(of, 2, twin)) == []
+        plans.add(id(pipe.plan))
+    assert len(plans) == 3
+    model.unread += 1
+    step(of, pipe)
+    assert id(pipe.plan) in plans
+    before = model.layers[0].weight.grad.clone()
+    model.drop.p = 1.0
+    step(of, pipe)
+    assert torch.equal(model.layers[0].weight.grad, before)  # all is dropped
+
+
+def test_a_model_cast_after_compiling_is_compiled_for_its_new_type() -> None:
+    of = case(lambda: nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)), mean_square, words)
+    model, pipe = pipe_for(of, 2)
+    step(of, pipe)
+    model.zero_grad()
+    assert differences(model.bfloat16(), step(of, pipe), eager(of, 2, of.fresh().bfloat16())) == []
+
+
+def mean_square(out: torch.Tensor, target: Any) -> torch.Tensor:
+    return out.square().mean()
+
+
+def words(n: int, g: torch.Generator) -> Any:
+    return torch.randint(0, 9, (n,), generator=g)
+
+
+def test_a_parameter_that_is_replaced_is_refused() -> None:
+    """The programs hold the tensors that they were made for: a new one would be left out without a word."""
+    of = case(Chain, mse, vectors)
+    model, pipe = pipe_for(of, 2)
+    step(of, pipe)
+    model.layers[1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    with pytest.raises(zbfx.InputError, match=r"'layers.1.weight' is another tensor than when .* copy new values into it"):
+        step(of, pipe)
+    with pytest.raises(zbfx.InputError, match="is another tensor"):
+        pipe.predict(*of.batch(4)[0])
 
 
 # ---------------------------------------------------------------- vision

@@ -23,6 +23,7 @@ class Holdings:
         self.model, self.device, self.init = model, device, init
         self.is_partial = False
         self._settled: tuple[str, ...] = ()
+        self._bound: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter or buffer by the user's name."""
@@ -55,6 +56,16 @@ class Holdings:
                 f"{len(missing)} tensors lie on the meta device and have no values, {missing[0]!r} first: pass init= to "
                 "zbfx.compile, a function fn(name, tensor) that fills each in place, or a state dict"
             )
+        self._bound = {name: self.tensor(name) for name in self._settled}
+
+    def refuse_replaced(self) -> None:
+        """Raises InputError where the model has another tensor now in the place of one that the programs use."""
+        for name, tensor in self._bound.items():
+            if self.tensor(name) is not tensor:
+                raise InputError(
+                    f"{name!r} is another tensor than when the model was compiled, and the programs would go on with the old "
+                    "one: copy new values into it (with torch.no_grad(): p.copy_(...)), or compile again"
+                )
 
     def _materialize(self, name: str, tensor: torch.Tensor) -> list[str]:
         """Allocate a meta tensor and fill it from init. Returns [name] if there is nothing to fill it from."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import fx
 
-Kind = Literal["F", "B", "W", "BW", "S", "V", "U", "L"]
+Kind = Literal["F", "B", "W", "BW", "S", "V", "U", "L", "G", "T"]
 
 
 WEIGHTS = ("synchronous", "post-validation", "2bw")  # when weights change
@@ -26,7 +26,7 @@ class Action:
     """One unit of compute: `2F0` is the forward of stage 2 for microbatch 0; `0W3.1` is part 1 of a W split in parts.
 
     What a rank does once per step stands under the rank's number: `1S0` (state of the gradients), `1V0` (validation by the
-    state of all), `1U0` (update), `1L0` (loss).
+    state of all), `1U0` (update), `1L0` (loss), `1G0` (gradients complete), `1T0.2` (tied gradients from rank 2).
     """
 
     stage: int
@@ -263,7 +263,9 @@ def _line(node: fx.Node) -> str:
 
 # ---------------------------------------------------------------- instructions
 
-Verb = Literal["post", "recv", "compute", "loss", "send", "sent", "drop", "report", "measure", "learn", "update"]
+Verb = Literal[
+    "post", "recv", "compute", "loss", "send", "sent", "drop", "report", "measure", "learn", "update", "collect", "tie"
+]
 When = Literal["", "ahead", "wrong", "cautious"]  # the rank's flag that must be set for an instruction to run
 
 
@@ -340,6 +342,7 @@ class Captured:
     template: Any  # to predict: the model's output, with the position of a tensor in `outputs` in its place; else None
     device: torch.device
     training: bool = True
+    numbers: Mapping[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)  # (module, attribute) -> as forward read it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

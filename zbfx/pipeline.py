@@ -21,6 +21,7 @@ from zbfx.ordering import Search, check_search, chunks_of
 from zbfx.plan import Plan, load_plan
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
+from zbfx.trace.state import same_numbers
 from zbfx.trace.whole import Loss
 from zbfx.training import MakeOptimizer, Training
 from zbfx.updating import Progress, Updating
@@ -232,13 +233,13 @@ class Pipeline:
         """The optimizer that `optimizer=` gave, over the parameters (or masters) of this process. Raises InputError."""
         return self._updating().optimizer
 
-    def flush(self) -> None:
-        """Complete the last step: afterwards the weights are final. All ranks call it; it changes no result.
+    def flush(self) -> torch.Tensor | None:
+        """Complete the last step: afterwards the weights are final. All ranks call it.
 
-        Post-validation: the last step is validated. `eval_step`, `predict` and `state_dict` do it by themselves.
+        Post-validation: the last step is validated, which changes no result; `eval_step`, `predict` and `state_dict` do it by
+        themselves. 2bw: the stream of steps ends, and its last loss is returned; the next step begins another.
         """
-        if self._engine is not None:
-            self._engine.flush()
+        return None if self._engine is None else self._engine.flush()
 
     @property
     def progress(self) -> Progress:
@@ -272,16 +273,21 @@ class Pipeline:
 
     def _plan_for(self, batch: Batch, *, forward_only: bool, predict: bool = False) -> Plan:
         key = (forward_only, predict, self._mode(), *batch.key())
-        if key not in self._plans:
+        if key not in self._plans or not self._same_numbers(self._plans[key]):
             fits = self._loaded is not None and not forward_only and _fits(self._loaded, batch)
             self._plans[key] = self._loaded if fits and self._loaded is not None else self._build(batch, forward_only, predict)
         return self._plans[key]
 
+    def _same_numbers(self, plan: Plan) -> bool:
+        """False once a number in a module's attributes that forward read (a rate, a temperature) is another than in the trace."""
+        captured = dict(plan.history).get("capture")
+        return captured is None or same_numbers(self._model, captured.numbers)
+
     def _mode(self) -> tuple[Any, ...]:
-        """What a trace depends on besides its inputs: training flags, frozen parameters, autocast."""
+        """What a trace depends on besides its inputs: training flags, types and frozen parameters, autocast."""
         kind = self._options.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        frozen = tuple(p.requires_grad for p in self._model.parameters())
+        frozen = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
         return (*autocast, tuple(m.training for m in self._model.modules()), frozen)
 
     def _build(self, batch: Batch, forward_only: bool, predict: bool) -> Plan:
@@ -301,6 +307,7 @@ class Pipeline:
             )
 
     def _running(self, plan: Plan) -> Engine:
+        self._holdings.refuse_replaced()
         if self._engine is None:
             self._adopt(plan)
         assert self._engine is not None  # made by _adopt
@@ -349,7 +356,13 @@ class Pipeline:
         return (p for _, p in self.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The user's names -> parameters and buffers that this process holds. With steps that go ahead, all ranks call it."""
+        """The user's names -> parameters and buffers that this process holds.
+
+        Post-validation: all ranks call it, for it validates the last step. 2bw, within a stream: a copy of the newest weights
+        that every rank has; the optimizer's state is of one step with them after `flush` only.
+        """
+        if self._engine is not None and self._engine.streams:
+            return self._engine.consistent_state()
         self.flush()
         return self._held().state_dict()
 

@@ -47,11 +47,11 @@ def capture(
     Raises TraceError with the user's source line where torch.export refuses, InputError where no scalar loss comes out.
     """
     ambient = _ambient_autocast(device)
-    exported, inputs = export(Whole(model, loss, predict), (tuple(args), dict(kwargs), target), device)
+    whole = Whole(model, loss, predict)
+    exported, inputs = export(whole, (tuple(args), dict(kwargs), target), device)
     with torch.autocast(device.type, enabled=False):
         captured = _captured(exported, inputs, device, model.training, profile or device_profile(device), ambient)
-    if not predict:
-        captured = replace(captured, template=None)
+    captured = replace(captured, numbers=whole.seen.read, template=captured.template if predict else None)
     if differentiable and not outputs_of(captured.graph)[0].meta["grad"]:
         raise InputError(
             "the loss needs no gradient: no parameter with requires_grad=True reaches it. Unfreeze one, or check for "

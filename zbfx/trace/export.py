@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from zbfx.errors import InputError, TraceError, ZbfxError
 from zbfx.trace.explain import explain, refuse_symbols
 from zbfx.trace.regions import observed
-from zbfx.trace.state import numbers_as_left, refuse_counted, refuse_read
+from zbfx.trace.state import numbers_as_left, numbers_read, refuse_counted, refuse_read
 from zbfx.trace.whole import Whole
 
 
@@ -30,7 +30,8 @@ def export(whole: Whole, inputs: Any, device: torch.device) -> tuple[torch.expor
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: _fake(t, mode, device), inputs)
     with _fake_parameters(whole.model, mode, device):
-        exported = _exported(whole, inputs)
+        with numbers_read(whole.model) as whole.seen.read:
+            exported = _exported(whole, inputs)
         if whole.assigned:  # traced again, so that what forward assigns is kept
             whole.copied = frozenset(whole.assigned)
             exported = _exported(whole, inputs)

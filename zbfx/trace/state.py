@@ -21,6 +21,7 @@ Attributes = dict[Key, tuple[Any, ...]]
 Changes = dict[Key, tuple[tuple[Any, ...], tuple[Any, ...]]]  # what was there before, and after
 _OWN = frozenset(torch.nn.Module().__dict__)
 _NUMBERS = (bool, int, float, str)
+_FEW = 16
 
 
 def attributes(model: torch.nn.Module) -> Attributes:
@@ -48,6 +49,38 @@ def _same(old: Sequence[Any], new: Sequence[Any]) -> bool:
     return len(old) == len(new) and all(
         a is b or (isinstance(a, _NUMBERS) and type(a) is type(b) and a == b) for a, b in zip(old, new, strict=True)
     )
+
+
+@contextlib.contextmanager
+def numbers_read(model: torch.nn.Module) -> Iterator[dict[Key, tuple[Any, ...]]]:
+    """While inside: the numbers (and short lists of them) that are read from attributes of modules, as they first were."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: dict[Key, tuple[Any, ...]] = {}
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name not in _OWN and id(module) in paths and not name.startswith("__") and _is_plain(value):
+            found.setdefault((paths[id(module)], name), _elements(value))
+        return value
+
+    torch.nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del torch.nn.Module.__getattribute__
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _FEW and all(_is_plain(v) and not isinstance(v, (list, tuple)) for v in value)
+    return value is None or type(value) in _NUMBERS
+
+
+def same_numbers(model: torch.nn.Module, numbers: Mapping[Key, tuple[Any, ...]]) -> bool:
+    """True if the attributes are what they were when forward read them."""
+    modules = dict(model.named_modules())
+    now = {(path, name): _elements(getattr(modules.get(path), name, None)) for path, name in numbers}
+    return now == dict(numbers)
 
 
 def refuse_read(model: torch.nn.Module, changed: Changes, constants: Mapping[str, Any]) -> None:

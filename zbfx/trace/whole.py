@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError
-from zbfx.trace.state import Changes, attributes, changes
+from zbfx.trace.state import Changes, Key, attributes, changes
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -23,6 +23,7 @@ class Seen:
     """What forward did to plain attributes when it was traced last: an object that export does not put back."""
 
     changed: Changes
+    read: dict[Key, tuple[Any, ...]]
 
 
 class Whole(torch.nn.Module):
