@@ -31,6 +31,7 @@ def dispatch(
     out: list[Full] = [[] for _ in range(ranks)]
     heap = [(0.0, r) for r in range(ranks)]
     slack = cutoff.slack(problem)
+    needs = [memory[v] + max(reserve[v], rules.spare * memory[v]) for v in range(stages)]
     while heap:
         t, r = heappop(heap)
         if busy[r] > t:
@@ -42,7 +43,7 @@ def dispatch(
             ready = arrival[v][j]
             if ready <= now:
                 key = keys[v][j]
-                if v < stages and free < memory[v] + reserve[v] and not fits(problem, forwards[r], count, v, free, True):
+                if v < stages and free < needs[v] and not _admits(problem, forwards[r], count, v, free, rules.spare):
                     if key < blocked:
                         blocked = key
                 elif key < best_key:
@@ -115,3 +116,11 @@ def dispatch(
     span = max(b - a for a, b in zip(first, last, strict=True))
     period = settled_period(arrival[nodes], m)
     return Outcome(span, max(last), tuple(out) if keep else (), sum(count), period)
+
+
+def _admits(problem: Problem, forwards: Sequence[int], count: Sequence[int], v: int, free: float, spare: float) -> bool:
+    """Whether F node v may run in `free` bytes; the rank's last F stage and its oldest microbatch need not leave any spare."""
+    last = forwards[-1]
+    if spare > 0 and v != last and count[v] > count[last] and free < problem.memory[v] * (1 + spare):
+        return False
+    return fits(problem, forwards, count, v, free, True)

@@ -17,7 +17,16 @@ from random import Random
 from zbfx.passes.order_decode import NO_CUTOFF, Cutoff, Outcome, Rules
 from zbfx.passes.order_dispatch import dispatch
 from zbfx.passes.order_follow import follow
-from zbfx.passes.order_plan import count_legs, is_scarce, mutate_plan, plan_keys, sample_plan, sort_words, stretch_that_fills
+from zbfx.passes.order_plan import (
+    count_legs,
+    is_scarce,
+    mutate_plan,
+    plain_plan,
+    plan_keys,
+    sample_plan,
+    sort_words,
+    stretch_that_fills,
+)
 from zbfx.passes.order_problem import INF, Problem
 from zbfx.passes.order_seeds import SEEDS
 from zbfx.passes.order_words import build_words, mutate_model, sample_model
@@ -93,6 +102,7 @@ def sample_rules(family: str, rng: Random) -> Rules:
             lead=rng.choice((0, 0, 0.2, 0.5, 1, 99)),
             patience=rng.choice((0, 0.3, 0.6, 1, 2, 9)),
             w_first=rng.choice((-99, 0, 0, 0.5, 99)),
+            spare=rng.choice((0, 0, 1, 2, 3)),
         )
     return replace(rules, ahead_f=rng.choice((0, 1, 2)), ahead_b=rng.random() < 0.5, guard=rng.random() < 0.5)
 
@@ -103,6 +113,8 @@ def mutate_rules(family: str, rules: Rules, rng: Random) -> Rules:
         rules = replace(rules, fill=min(1.2, max(0.0, rules.fill + rng.gauss(0, 0.2))))
     if rng.random() < 0.3:
         rules = replace(rules, fill_end=min(1.2, max(0.0, rules.fill_end + rng.gauss(0, 0.2))))
+    if family == "priority" and rng.random() < 0.2:
+        rules = replace(rules, spare=rng.choice((0, 0.5, 1, 1.5, 2, 3)))
     if rng.random() < 0.75:
         return rules
     other = sample_rules(family, rng)
@@ -148,10 +160,10 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
     legs, period = count_legs(problem), max(problem.work) / problem.microbatches
     full = max(1.0, min(4.0, stretch_that_fills(problem, period)))
     if is_scarce(problem):
-        plan = (1.0,) + (1.0,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5)
+        plan = plain_plan(legs)
         return out + [Candidate("pattern", plan, Rules(fill, end)) for fill in (0.6, 0.9) for end in (0.3, 1.0)]
     for share in (1.0, 0.9):
-        plan = (1.0,) + (full * share,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5)
+        plan = plain_plan(legs, full * share)
         for lead, patience in ((0.5, 0.5), (1.0, 1.0), (0.0, 1.0)):
             for fill in (0.1, 0.5):
                 out.append(Candidate("priority", plan, Rules(fill, 1.0, lead=lead * period, patience=patience)))

@@ -13,26 +13,24 @@ from zbfx.passes.order_problem import INF, Problem, Word
 
 
 def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
-    """When the plan has node v of microbatch mb: a start per node, one period per microbatch, a quicker start and a
-    quicker end.
+    """When the plan has node v of microbatch mb: a start per node, one period per microbatch, quicker starts and quicker ends.
 
     x = period (in busiest rank's work per microbatch), per leg the stretch of its hops, per turn a wait (in periods), then
-    how many
-    microbatches start quickly and at which pace, how many end quickly and at which pace. A leg is a run of num_ranks nodes.
+    four pairs of how many microbatches, and at which pace (in the same work): the first Fs, the last Bs, the first Bs, the
+    last Fs. A leg is a run of num_ranks nodes.
     Starts rise along the nodes, so sorting a rank's actions by them can never deadlock.
     """
     m, nodes, legs = problem.microbatches, len(problem.rank), count_legs(problem)
     unit = max(problem.work) / m
     period = unit * x[0]
-    quick, pace, late, late_pace = x[2 * legs : 2 * legs + 4]
+    first_f, last_b, first_b, last_f = ((x[k], period - x[k + 1] * unit) for k in range(2 * legs, 2 * legs + 8, 2))
     start, starts = 0.0, [0.0]
     for v in range(nodes - 1):
         leg, hop = min(v // problem.num_ranks, legs - 1), problem.seconds[v] + problem.hop[v]
         turn = (v + 1) % problem.num_ranks == 0 and leg < legs - 1
         start += hop + period * x[1 + legs + leg] if turn else hop * x[1 + leg]
         starts.append(start)
-    forward = [period * mb - (period - pace * unit) * min(mb, quick) for mb in range(m)]
-    backward = [period * mb - (period - late_pace * unit) * max(0.0, mb - (m - late)) for mb in range(m)]
+    forward, backward = _shifts(m, period, first_f, last_f), _shifts(m, period, first_b, last_b)
     keys = [[start + shift for shift in (forward if v < problem.num_stages else backward)] for v, start in enumerate(starts)]
     small = 1e-6 * period
     if any(b < f for f, b in zip(keys[problem.num_stages - 1], keys[problem.num_stages], strict=True)):
@@ -42,6 +40,17 @@ def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
     for row in keys:
         row.append(INF)
     return keys
+
+
+def _shifts(m: int, period: float, first: tuple[float, float], last: tuple[float, float]) -> list[float]:
+    """When each microbatch comes: (how many, seconds saved on each) at the start and at the end."""
+    (quick, gain), (late, late_gain) = first, last
+    return [period * mb - gain * min(mb, quick) - late_gain * max(0.0, mb - (m - late)) for mb in range(m)]
+
+
+def plain_plan(legs: int, stretch: float = 1.0) -> tuple[float, ...]:
+    """A steady plan: all hops stretched alike, no waits, no quick start or end."""
+    return (1.0,) + (stretch,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5) * 4
 
 
 def sort_words(problem: Problem, keys: Sequence[Sequence[float]]) -> list[Word]:
@@ -81,14 +90,17 @@ def sample_plan(problem: Problem, rng: Random) -> tuple[float, ...]:
     pace = rng.choice((0.33, 0.4, 0.5, 0.4 / chunks))
     quick = spare / (1 - pace)
     late = quick * rng.choice((1, 1, 1, 0.5, 0.2, 0))
-    return (1.0, *hops, *turns, quick, pace, late, rng.choice((0.33, 0.4, 0.5)))
+    more = [
+        n for _ in range(2) for n in (rng.choice((0, 0, rng.uniform(0, problem.num_ranks))), rng.choice((1 / chunks, 0.4, 0.5)))
+    ]
+    return (1.0, *hops, *turns, quick, pace, late, rng.choice((0.33, 0.4, 0.5)), *more)
 
 
 def mutate_plan(problem: Problem, x: Sequence[float], rng: Random) -> tuple[float, ...]:
     """The plan with some of its numbers moved a little."""
     legs, scale, rate = count_legs(problem), rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
-    spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1) + [3.0, 0.1, 3.0, 0.1]
-    least = [0.5] + [0.3] * legs + [0.0] * (legs - 1) + [0.0, 0.05, 0.0, 0.05]
+    spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1) + [3.0, 0.1] * 4
+    least = [0.5] + [0.3] * legs + [0.0] * (legs - 1) + [0.0, 0.05] * 4
     y = list(x)
     for k in range(len(y)):
         if rng.random() < rate:

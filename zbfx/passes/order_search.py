@@ -21,7 +21,7 @@ from zbfx.passes.order_bounds import Bounds, lower_bounds
 from zbfx.passes.order_decode import Cutoff, Outcome, Rules
 from zbfx.passes.order_dispatch import dispatch
 from zbfx.passes.order_patterns import Candidate, decode, effort, fixed_candidates, mutate, sample, seeds
-from zbfx.passes.order_plan import count_legs, plan_keys
+from zbfx.passes.order_plan import count_legs, plain_plan, plan_keys
 from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
 from zbfx.passes.simulate import refuse_over_budget, simulate
 from zbfx.verify import verify_schedule
@@ -29,6 +29,7 @@ from zbfx.verify import verify_schedule
 OBJECTIVES = ("span", "makespan")
 _POPULATION = 8
 _FRESH, _VARIED = 0.15, 0.92  # shares of the budget up to which candidates are drawn at random, and varied; then the full problem
+_MANY_RANKS = 32
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
 Scored = tuple[tuple[float, float], Candidate]
@@ -76,15 +77,15 @@ def default_seconds(problem: Problem) -> float:
 
 def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
     """The problem with fewer microbatches: 3 a rank (9/4 for many ranks), or as many more as it takes to lose no more than
-    in full.
+    in full. Up to 4 a rank there is little to save.
 
     A limit above what so few microbatches can fill would ask for another start and end than the full problem does.
     """
     m, p = problem.microbatches, problem.num_ranks
-    if p <= 16 and m <= 4 * p:
+    if p <= _MANY_RANKS and m <= 4 * p:
         return problem
     lost = bounds.of(objective) - max(problem.work)
-    short = max(4, 3 * p if p <= 16 else -(-9 * p // 4))
+    short = max(4, 3 * p if p <= _MANY_RANKS else -(-9 * p // 4))
     while short < m:
         shorter = replace(problem, microbatches=short)
         work = max(shorter.work)
@@ -170,6 +171,5 @@ class _Search:
         """The best schedule with its words; a plain dispatch, which always fits, where there is none."""
         if self.best is not None:
             return self.best[1].family, decode(self.full, self.best[1], keep=True)
-        legs = count_legs(self.full)
-        keys = plan_keys(self.full, (1.0,) + (1.0,) * legs + (0.0,) * (legs - 1) + (0.0, 0.5, 0.0, 0.5))
+        keys = plan_keys(self.full, plain_plan(count_legs(self.full)))
         return "priority", dispatch(self.full, keys, Rules(fill=0.5), keep=True)
