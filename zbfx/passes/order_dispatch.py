@@ -31,6 +31,10 @@ def dispatch(
     out: list[Full] = [[] for _ in range(ranks)]
     heap = [(0.0, r) for r in range(ranks)]
     slack = cutoff.slack(problem)
+    next_at, next_key = (
+        [arrival[v][0] for v in range(nodes)],
+        [keys[v][0] for v in range(nodes)],
+    )  # of each node's next microbatch
     needs = [memory[v] + max(reserve[v], rules.spare * memory[v]) for v in range(stages)]
     while heap:
         t, r = heappop(heap)
@@ -39,10 +43,9 @@ def dispatch(
         free, now = problem.room[r] + EPS - held[r], t + EPS
         best, soon_node, best_key, soon, urgent, urgent_at, blocked = -1, -1, INF, INF, INF, INF, INF
         for v in own_nodes[r]:
-            j = count[v]
-            ready = arrival[v][j]
+            ready = next_at[v]
             if ready <= now:
-                key = keys[v][j]
+                key = next_key[v]
                 if v < stages and free < needs[v] and not _admits(problem, forwards[r], count, v, free, rules.spare):
                     if key < blocked:
                         blocked = key
@@ -51,8 +54,8 @@ def dispatch(
             elif ready < INF:
                 if ready < soon:
                     soon, soon_node = ready, v
-                if keys[v][j] < urgent:
-                    urgent, urgent_at = keys[v][j], ready
+                if next_key[v] < urgent:
+                    urgent, urgent_at = next_key[v], ready
         w = done_w[r]
         has_w = w < len(pending[r])
         if has_w:
@@ -80,6 +83,7 @@ def dispatch(
                 return Outcome(INF, INF, (), sum(count))
             held[r] += memory[v]
             count[v] = j + 1
+            next_at[v], next_key[v] = arrival[v][j + 1], keys[v][j + 1]
             todo -= 1
             if v < stages:
                 f_left[r] -= 1
@@ -89,6 +93,8 @@ def dispatch(
                 out[r].append((problem.stage[v], 0 if v < stages else 1))
             ready = arrival[v + 1][j] = end + hop[v]
             if v + 1 < nodes:
+                if count[v + 1] == j:
+                    next_at[v + 1] = ready
                 other = home[v + 1]
                 if busy[other] <= ready:
                     heappush(heap, (ready, other))
