@@ -1,17 +1,11 @@
 """Captured graph -> stages: where to cut, and each stage's own graph.
 
-Cuts fall anywhere between two nodes of the graph's line. A cut is not allowed where a value would be torn: between the
-birth of a storage and the last in-place write into it, or between an operator with several outputs and their last use (where
-they are views, between it and the first of each).
-
-Values cross a cut by what they look into, gradients by view: a view that is taken again after the cut sends back a gradient of
-its own. So the terms of every gradient are added where, and in the order in which, one process adds them.
+Cuts fall anywhere between two nodes of the graph's line where no value is torn (see line).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -20,40 +14,12 @@ from torch import fx
 from zbfx.errors import PartitionError
 from zbfx.ir import Captured, Forward, Link, outputs_of
 from zbfx.passes.balance import best_cuts
-from zbfx.passes.replicate import bases, replicated, written_storages
+from zbfx.passes.line import Line, line_of
 
 # What the backward adds to a forward second: a gradient of the input and one of the weights, each as long as the forward.
 _WITH_BACKWARD = 3.0
 # Bytes moved per byte of a parameter's gradient: written by W, then read, added and written by the accumulation.
 _GRADIENT_TRAFFIC = 4.0
-
-
-@dataclass(slots=True)
-class _Line:
-    """The captured graph as a line of nodes that belong to one stage each, and what crosses each position."""
-
-    nodes: list[fx.Node]
-    place: dict[fx.Node, int]
-    base: dict[fx.Node, fx.Node]
-    free: set[fx.Node]
-    last_use: dict[fx.Node, int] = field(default_factory=dict)
-    own_use: dict[fx.Node, int] = field(default_factory=dict)
-    allowed: list[bool] = field(default_factory=list)
-
-    def crossing(self, cut: int) -> list[fx.Node]:
-        """The values sent over a cut, in the order they are made."""
-        return [v for v, end in self.last_use.items() if self.place[v] < cut <= end]
-
-    def views_crossing(self, cut: int) -> list[fx.Node]:
-        """The views with a gradient that are taken before a cut and again, for their own users, after it."""
-        return [v for v in self.base if self._has_gradient(v) and self.place[v] < cut <= self.own_use[v]]
-
-    def gradients(self) -> list[fx.Node]:
-        """What a gradient is sent back for where its own users lie behind a cut: values and views."""
-        return [n for n in self.nodes if self._has_gradient(n)]
-
-    def _has_gradient(self, node: fx.Node) -> bool:
-        return node in self.place and node.meta["grad"] and isinstance(node.meta["val"], torch.Tensor)
 
 
 def partition(
@@ -72,7 +38,7 @@ def partition(
     """
     if num_stages < 1:
         raise PartitionError(f"{num_stages=}: a pipeline has at least 1 stage")
-    line = _line(captured)
+    line = line_of(captured)
     if cuts is None:
         work = [_work(n, captured, bandwidth) for n in line.nodes]
         cross = _crossing_seconds(line, link)
@@ -87,7 +53,7 @@ def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: i
 
     owners: the user's name -> stage. Among the positions that do, the one with the fewest bytes crossing.
     """
-    line = _line(captured)
+    line = line_of(captured)
     names = {**captured.params, **captured.buffers}
     first, last = [len(line.nodes)] * num_stages, [0] * num_stages
     for node, i in line.place.items():
@@ -110,77 +76,6 @@ def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: i
     return tuple(cuts)
 
 
-def _line(captured: Captured) -> _Line:
-    written = written_storages(captured)
-    free = replicated(captured, written)
-    nodes = [n for n in captured.graph.nodes if n.op == "call_function" and n not in free]
-    place = {n: i for i, n in enumerate(nodes)}
-    line = _Line(nodes, place, bases(captured), free)
-    _find_last_uses(captured, line)
-    _forbid(captured, line, written)
-    return line
-
-
-def _find_last_uses(captured: Captured, line: _Line) -> None:
-    """last_use[v]: place of the last node that needs v, or a view that is taken from v again; own_use: that has v itself."""
-    end = len(line.nodes)
-    uses = {n: max((line.place.get(u, end) for u in n.users), default=i) for n, i in line.place.items()}
-    line.own_use = dict(uses)
-    for node in reversed(line.nodes):
-        if node in line.base and line.base[node] in uses:
-            source = line.base[node]
-            uses[source] = max(uses[source], uses[node])
-    line.last_use = {n: uses[n] for n in line.nodes if n not in line.base}
-
-
-def _forbid(captured: Captured, line: _Line, written: dict[int, list[fx.Node]]) -> None:
-    """Mark the positions where no cut may fall."""
-    torn = [0] * (len(line.nodes) + 2)
-
-    def keep_together(first: int, last: int) -> None:
-        if last > first:
-            torn[first + 1] += 1
-            torn[last + 1] -= 1
-
-    touching: dict[int, list[int]] = {}
-    for node, i in line.place.items():
-        storages = node.meta["storage"].union(*[a.meta["storage"] for a in node.all_input_nodes])
-        for storage in storages & written.keys():
-            touching.setdefault(storage, []).append(i)
-    buffers = {s for n in captured.graph.nodes if n.op == "placeholder" for s in n.meta["storage"]}
-    for storage, writers in written.items():
-        inside = touching[storage]
-        keep_together(inside[0], inside[-1] if storage in buffers else line.place[writers[-1]])
-    for node, end in line.last_use.items():
-        if not isinstance(node.meta["val"], torch.Tensor):
-            keep_together(line.place[node], end)
-    for node in line.base:
-        if node in line.place and not isinstance(node.meta["val"], torch.Tensor):
-            keep_together(line.place[node], line.own_use[node])
-    for first, last in _own_arithmetic(captured, line):
-        keep_together(first, last)
-    depth, line.allowed = 0, [False] * (len(line.nodes) + 1)
-    for cut in range(1, len(line.nodes)):
-        depth += torn[cut]
-        line.allowed[cut] = depth == 0
-
-
-def _own_arithmetic(captured: Captured, line: _Line) -> Iterator[tuple[int, int]]:
-    """First and last place between which a module makes its weight out of a parameter alone, as spectral norm does.
-
-    A cut inside would have two stages use the parameter, whose gradient then is a sum over ranks.
-    """
-    trained = {n for n in captured.graph.nodes if n.name in captured.params and n.meta["grad"]}
-    takes = [bool(trained.intersection(n.all_input_nodes)) for n in line.nodes]
-    for parameter in trained:
-        owner = captured.params[parameter.name].rpartition(".")[0]
-        places = sorted(line.place[u] for u in parameter.users if u in line.place)
-        for a, b in pairwise(places):
-            own = all(line.nodes[i].meta["module"] == owner for i in range(a, b + 1))
-            if owner and own and not any(takes[a + 1 : b]):
-                yield a, b
-
-
 def _work(node: fx.Node, captured: Captured, bandwidth: float) -> float:
     """Seconds of a node's forward and backward, with its parameters' gradients written and accumulated."""
     seconds = node.meta["seconds"] * (_WITH_BACKWARD if node.meta["grad"] else 1.0)
@@ -188,7 +83,7 @@ def _work(node: fx.Node, captured: Captured, bandwidth: float) -> float:
     return seconds + sum(_GRADIENT_TRAFFIC * p.meta["val"].nbytes / bandwidth for p in params)
 
 
-def _crossing_seconds(line: _Line, link: Link) -> list[float]:
+def _crossing_seconds(line: Line, link: Link) -> list[float]:
     """Seconds that a cut's messages take (values, and the gradients that come back), for every position; 0 at the ends."""
     steps = [0.0] * (len(line.nodes) + 2)
     count = [0] * (len(line.nodes) + 2)
@@ -214,7 +109,7 @@ def _crossing_seconds(line: _Line, link: Link) -> list[float]:
     return result
 
 
-def _pin(line: _Line, name: str) -> int:
+def _pin(line: Line, name: str) -> int:
     """The position before the first node of a module."""
     for i, node in enumerate(line.nodes):
         if any(m == name or m.startswith(name + ".") for m in node.meta["modules"]):
@@ -230,7 +125,7 @@ def _pin(line: _Line, name: str) -> int:
 # ---------------------------------------------------------------- a stage's own graph
 
 
-def _stage(captured: Captured, line: _Line, index: int, start: int, end: int, *, last: bool) -> Forward:
+def _stage(captured: Captured, line: Line, index: int, start: int, end: int, *, last: bool) -> Forward:
     inputs, views_in = line.crossing(start), line.views_crossing(start)
     outputs = list(outputs_of(captured.graph)) if last else line.crossing(end)
     views_out = [] if last else line.views_crossing(end)
@@ -259,7 +154,7 @@ def _stage(captured: Captured, line: _Line, index: int, start: int, end: int, *,
     )
 
 
-def _needed(line: _Line, own: list[fx.Node], outputs: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+def _needed(line: Line, own: list[fx.Node], outputs: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
     """A stage's own nodes and everything it takes again for itself; values given from the stage before are not followed."""
     needed: set[fx.Node] = set(own)
     stack = [a for n in [*own] for a in n.all_input_nodes] + [n for n in outputs if n not in given]
