@@ -79,8 +79,8 @@ def _is_plain(value: Any) -> bool:
 def same_numbers(model: torch.nn.Module, numbers: Mapping[Key, tuple[Any, ...]]) -> bool:
     """True if the attributes are what they were when forward read them."""
     modules = dict(model.named_modules())
-    now = {(path, name): _elements(getattr(modules.get(path), name, None)) for path, name in numbers}
-    return now == dict(numbers)
+    now = {key: getattr(modules.get(key[0]), key[1], None) for key in numbers}
+    return all(_is_plain(value) and _elements(value) == numbers[key] for key, value in now.items())
 
 
 def refuse_read(model: torch.nn.Module, changed: Changes, constants: Mapping[str, Any]) -> None:
