@@ -30,25 +30,23 @@ from zbfx.ir import (
     outputs_of,
 )
 from zbfx.ordering import SEARCHED, Search, order, order_forward, order_places, place_stages
-from zbfx.passes.allocate import allocate, message_values, refuse_over_limit
-from zbfx.passes.communicate import communicate, validation
-from zbfx.passes.course import bare, post_validation, synchronous
+from zbfx.passes.allocate import refuse_over_limit
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
 from zbfx.passes.reuse import Signature, renamed, signature
-from zbfx.passes.simulate import simulate
 from zbfx.passes.split_backward import split_backward
 from zbfx.passes.w_parts import with_w_parts
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
+from zbfx.programs import make_programs, messages_of
 from zbfx.text import format_bytes, format_prediction
 from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
 from zbfx.trace.estimate import DEVICES, device_profile, graph_seconds, node_seconds
 from zbfx.trace.whole import Loss
 from zbfx.training import Resident, Training, resident_bytes
-from zbfx.verify_program import verify_programs, verify_stage
+from zbfx.verify_program import verify_stage
 
 # Between processes of one machine, and between GPUs of one server: seconds per message, bytes per second.
 LINKS = {"cpu": Link(latency=5e-5, bandwidth=2e9), "cuda": Link(latency=1e-5, bandwidth=1e11)}
@@ -206,28 +204,26 @@ def _scheduled(
             schedule = found.schedule
         else:
             schedule, solution = order(options.schedule, placement, options.microbatches, tight, options.search)
-        course = _course(schedule, costs, options.training)
         running = _running(stages, schedule, options.device)
-        instrs = communicate(course, running)
-        programs = tuple(allocate(r, i, running, profiles, validation(i)) for r, i in enumerate(instrs))
-        verify_programs(programs)
+        repeated = partial(_repeated, options, placement, costs)
+        course, programs = make_programs(schedule, repeated, running, costs, options.training, profiles)
         over = [0 if limit is None else max(0, p.peak - limit) for p, limit in zip(programs, costs.limit, strict=True)]
         if options.schedule not in SEARCHED or forward_only or not any(over) or attempt + 1 == _ATTEMPTS:
             break
         limit = tuple(None if b is None else b - o for b, o in zip(tight.limit, over, strict=True))
         tight = replace(tight, limit=limit)
     refuse_over_limit(programs, costs.limit)
-    history += [("order", schedule), ("simulate", course.timeline), ("communicate", instrs), ("allocate", programs)]
+    history += [("order", schedule), ("simulate", course.timeline), ("allocate", programs)]
     return schedule, solution, course, programs
 
 
-def _course(schedule: Schedule, costs: CostModel, training: Training | None) -> Course:
-    """What a step does besides F, B and W: nothing where the user's own optimizer steps."""
-    if training is None:
-        return bare(schedule, simulate(schedule, costs))
-    if training.validates:
-        return post_validation(schedule, costs)
-    return synchronous(schedule, costs, checked=training.checked)
+def _repeated(options: Options, placement: Sequence[int], costs: CostModel, microbatches: int) -> Schedule:
+    """The named schedule for another number of microbatches, whatever it holds: a stream is made of it."""
+    if isinstance(options.schedule, Schedule) or options.schedule in SEARCHED:
+        found = "your own" if isinstance(options.schedule, Schedule) else repr(options.schedule)
+        raise InputError(f"weights='2bw' makes one stream of all steps, from a schedule by name; {found} is none: take '1f1b'")
+    free = replace(costs, limit=(None,) * len(costs.limit))
+    return order(options.schedule, placement, microbatches, free, options.search)[0]
 
 
 def _running(stages: Sequence[Stage], schedule: Schedule, device: torch.device) -> tuple[Stage, ...]:
@@ -395,10 +391,11 @@ def _with_source(
 ) -> Program:
     own = [k for k, r in enumerate(schedule.placement) if r == program.rank]
     layouts: dict[Action, tuple[Value, ...]] = {}
-    for instr in program.instrs:
+    messages = messages_of(stages, schedule.placement, options.training)
+    for instr in (*program.instrs, *program.body, *program.flush):
         if instr.verb in ("post", "send"):
-            key = Action(instr.action.stage, instr.action.kind, 0)
-            layouts.setdefault(key, message_values(key, stages))
+            key = Action(instr.action.stage, instr.action.kind, 0, instr.action.part)
+            layouts.setdefault(key, messages(key))
     limit = costs.limit[program.rank]
     budget = "" if limit is None else f" of {format_bytes(limit)}"
     title = (

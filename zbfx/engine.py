@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -23,6 +24,7 @@ from zbfx.plan import Plan
 from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
 from zbfx.runtime.trainer import Trainer
+from zbfx.runtime.versions import Versions
 from zbfx.text import parse_span
 from zbfx.ties import Tie, find_ties, sum_ties
 from zbfx.training import Training
@@ -70,6 +72,8 @@ class Engine:
         self.seed = self._agree(options.seed)
         self.updating = None if options.training is None else self._update(plan, options.training)
         self._trainers: dict[tuple[Plan, int], Trainer] = {}
+        self._streams: dict[int, Generator[None, bool, None]] = {}
+        self._last_plan: Plan | None = None
 
     def _update(self, plan: Plan, training: Training) -> Updating:
         """The optimizer, shared out; tied parameters gather what it steps."""
@@ -77,7 +81,8 @@ class Engine:
         updating = Updating(plan, self.holdings, self.local, training, channels, self.device)
         first = {name: plan.schedule.placement[stage] for name, stage in plan.owners.items()}
         mine = {name: rank if rank in self.local else self.local[0] for name, rank in first.items()}
-        updating.ties = self._ties = find_ties(plan, lambda name: updating.target(mine[name], name))
+        updating.share(find_ties(plan, lambda name: updating.target(mine[name], name)))
+        self._ties = updating.ties
         return updating
 
     def _agree(self, seed: int | None) -> int:
@@ -105,32 +110,44 @@ class Engine:
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """One step of every local rank; the loss, on every rank."""
         if not plan.differentiates:
+            return self._loss(plan, self._evaluated(plan, batch))
+        if self._last_plan is not plan:
             self.flush()
-            return self._loss(plan, self._run(plan, batch))
         refuse_lost_hooks(self.holdings)
         ranks = self._run(plan, batch)
         self.steps += 1
         if self.updating is not None:
-            return self._reported(ranks)
+            return self._reported(ranks, 1 if plan.weights == "2bw" else 0)
         run_hooks(self._trained(plan))
         return self._loss(plan, ranks)
 
-    def flush(self) -> None:
-        """Complete the last step where it went ahead: all ranks learn the state of its gradients."""
-        if self.updating is None or not any(w.ahead for w in self.updating.ranks.values()):
-            return
+    def flush(self) -> torch.Tensor | None:
+        """Complete the last step: all ranks learn the state of its gradients; a stream runs to its end. The loss that was not
+        reported yet, if there is one."""
+        if self.updating is None or self._last_plan is None:
+            return None
         plan = self._last_plan
         ranks: list[Rank] = [self._trainers[plan, r] for r in self.local]
-        self._execute(ranks, [self._load(plan, r).flush for r in self.local])
+        if plan.weights == "2bw":
+            if not self._streams:
+                return None
+            self._execute(ranks, [partial(_send, self._streams.pop(r), False) for r in self.local])
+            loss = self._reported(ranks, 0)
+            for rank in ranks:
+                cast(Trainer, rank).end_stream()
+            return loss
+        if any(w.ahead for w in self.updating.ranks.values()):
+            self._execute(ranks, [self._load(plan, r).flush for r in self.local])
+        return None
 
-    def _reported(self, ranks: Sequence[Rank]) -> torch.Tensor:
-        """The loss that the programs have passed around."""
-        return next(r.result()[0] for r in ranks if isinstance(r, Trainer)).clone()
+    def _reported(self, ranks: Sequence[Rank], back: int) -> torch.Tensor:
+        """The loss of the step `back` steps ago, as the programs have passed it around; NaN before the first."""
+        trainer = next(r for r in ranks if isinstance(r, Trainer))
+        return trainer.reported_loss(back)
 
     def predict(self, plan: Plan, batch: Batch) -> Any:
         """The model's outputs for a batch, on every rank: see Pipeline.predict."""
-        self.flush()
-        ranks = self._run(plan, batch)
+        ranks = self._evaluated(plan, batch)
         last = plan.schedule.placement[-1]
         mine = next((r for r in ranks if r.index == last), None)
         size = batch.size // batch.microbatches
@@ -162,6 +179,41 @@ class Engine:
         channel = self._channels[0] if self.distributed else None
         return clip_grad_norm_(plan, self.holdings, self.local, channel, max_norm, norm_type, self.device)
 
+    def _evaluated(self, plan: Plan, batch: Batch) -> list[Rank]:
+        """Run a plan without backward: on validated weights, or, within a stream, on the newest that all ranks have."""
+        if not self._streams:
+            self.flush()
+            return self._run(plan, batch)
+        with self._consistent():
+            return self._run(plan, batch)
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stream of steps is under way."""
+        return bool(self._streams)
+
+    def consistent_state(self) -> dict[str, torch.Tensor]:
+        """Within a stream, a copy of what this process holds, as of the newest version that every rank has."""
+        with self._consistent():
+            return {name: value.clone() for name, value in self.holdings.state_dict().items()}
+
+    @contextlib.contextmanager
+    def _consistent(self) -> Iterator[None]:
+        """Within a stream, the parameters as of the newest version that every rank has."""
+        every = [(w.parameter, w.parameter.data) for v in self._all_versions() for w in v.weights]
+        try:
+            for versions in self._all_versions():
+                table = versions.consistent()
+                for w in versions.weights:
+                    w.parameter.data = table[id(w.parameter)]
+            yield
+        finally:
+            for parameter, newest in every:
+                parameter.data = newest
+
+    def _all_versions(self) -> list[Versions]:
+        return [] if self.updating is None else [w for w in self.updating.ranks.values() if isinstance(w, Versions)]
+
     def _run(self, plan: Plan, batch: Batch) -> list[Rank]:
         with contextlib.nullcontext() if plan.differentiates else self._buffers_kept(plan):
             return self._run_ranks(plan, batch)
@@ -182,18 +234,35 @@ class Engine:
         trains = self.updating is not None and plan.differentiates
         make = self._trainer if trains else self._rank
         ranks = [make(plan, r, batch, recorders[r]) for r in self.local]
-        self._execute(ranks, [self._load(plan, r).step for r in self.local])
+        streams = trains and plan.weights == "2bw"
+        steps = [self._stream(plan, r) if streams else self._load(plan, r).step for r in self.local]
+        self._execute(ranks, steps, streams=streams)
         if plan.differentiates and not trains:
             sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
         if self._watch is not None:
             self.observed = _observe(self._channels[0] if self.distributed else None, plan, recorders)
         return ranks
 
-    def _execute(self, ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]]) -> None:
-        if self.distributed:
-            execute(ranks[0], steps[0])
-        else:
-            run_threads(ranks, steps)
+    def _stream(self, plan: Plan, rank: int) -> Callable[[Rank], Any]:
+        """The next step of a rank's stream: its beginning, or where the last step left it."""
+        if rank in self._streams:
+            return partial(_send, self._streams[rank], True)
+
+        def begin(of: Rank) -> None:
+            self._streams[rank] = self._load(plan, rank).step(of)
+            next(self._streams[rank])
+
+        return begin
+
+    def _execute(self, ranks: Sequence[Rank], steps: Sequence[Callable[[Rank], Any]], *, streams: bool = False) -> None:
+        try:
+            if self.distributed:
+                execute(ranks[0], steps[0], streams=streams)
+            else:
+                run_threads(ranks, steps, streams=streams)
+        except BaseException:
+            self._streams.clear()
+            raise
 
     def _recorder(self) -> Recorder:
         times, memory = self._watch or (False, False)
@@ -301,6 +370,15 @@ class Engine:
         """Close the channels."""
         for channel in self._channels:
             channel.close()
+
+
+def _send(stream: Generator[None, bool, None], goes_on: bool, _: Rank) -> None:
+    """Run a stream to its next step's end, or to its own."""
+    try:
+        stream.send(goes_on)
+    except StopIteration:
+        if goes_on:
+            raise PlanError("the rank's step has ended, where it should yield once per step: the rank file was edited") from None
 
 
 def load_program(program: Program) -> _Loaded:

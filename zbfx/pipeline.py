@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zbfx.holdings import Holdings, Init, refuse_several_devices
 from zbfx.ir import Schedule
 from zbfx.ordering import Search, check_search, chunks_of
 from zbfx.plan import Plan, load_plan
+from zbfx.runtime import agree
 from zbfx.runtime.launch import place
 from zbfx.text import parse_size
 from zbfx.trace.state import same_numbers
@@ -103,6 +105,8 @@ def compile(
         raise InputError(f"{ranks=}, but the process group has {size} processes: leave ranks out, or start {ranks} processes")
     if reduction not in _REDUCTIONS:
         raise InputError(f"{reduction=}: choose one of {_REDUCTIONS}")
+    device = _device(model, device, size is not None)
+    sharing = None if size is None else partial(agree, device=device, timeout=timeout)
     options = Options(
         num_stages,
         microbatches,
@@ -111,12 +115,12 @@ def compile(
         None if memory is None else parse_size(memory),
         tuple(cuts),
         reduction,
-        _device(model, device, where is not None and where.size > 1),
+        device,
         seed,
         placement if placement is None or isinstance(placement, str) else tuple(placement),
         dead_after,
         timeout,
-        Search(objective or ("makespan" if weights == "synchronous" else "span"), w_parts, seconds),
+        Search(objective or ("makespan" if weights == "synchronous" else "span"), w_parts, seconds, sharing),
         _training(optimizer, weights, max_norm, loss_scale, rollback, masters, correction),
     )
     check_search(options.search, schedule, options.placement)

@@ -24,7 +24,7 @@ _TO_TORCH: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 _FROM_TORCH: dict[str, Kind] = {theirs: ours for ours, theirs in _TO_TORCH.items()}
 
 _ACTION = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
-_ONCE = re.compile(r"(\d+)([SVUL])(\d+)")
+_ONCE = re.compile(r"(\d+)([SVULGT])(\d+)(?:\.(\d+))?")
 _TORCH_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
 _TORCH_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)")
@@ -49,7 +49,11 @@ def parse_action(text: str, where: str = "") -> Action:
 def parse_span(text: str) -> Action:
     """An action as a rank records it: also what it does once a step, `1S0`, `1V0`, `1U0`, `1L0`."""
     once = _ONCE.fullmatch(text)
-    return parse_action(text) if once is None else Action(int(once[1]), cast(Kind, once[2]), int(once[3]))
+    return (
+        parse_action(text)
+        if once is None
+        else Action(int(once[1]), cast(Kind, once[2]), int(once[3]), int(once[4]) if once[4] else None)
+    )
 
 
 def parse_size(text: str | int | float) -> int:

@@ -16,7 +16,7 @@ from zbfx.passes.course import chain_of
 from zbfx.plan import Plan
 from zbfx.runtime import Channel
 from zbfx.runtime.verdict import LossScale
-from zbfx.runtime.versions import CORRECTIONS, Versions
+from zbfx.runtime.versions import CORRECTIONS, Shared, Versions
 from zbfx.runtime.weights import Rules, Weight, Weights
 from zbfx.ties import Tie, sum_ties
 from zbfx.training import ROLLBACKS, Training
@@ -55,8 +55,23 @@ class Updating:
         if training.masters:
             self._make_masters(local)
         self.optimizer = self._make_optimizer(local)
-        self.ties: tuple[Tie, ...] = ()  # set by the engine, which finds them with `target`
+        self.ties: tuple[Tie, ...] = ()
         self.ranks = {r: self._weights(r, channels[r]) for r in local}
+
+    def share(self, ties: Sequence[Tie]) -> None:
+        """The parameters that several stages use, as `find_ties` finds them with `target`."""
+        self.ties = tuple(ties)
+        place = self._plan.schedule.placement
+        for rank, weights in self.ranks.items():
+            if isinstance(weights, Versions):
+                shared = []
+                for tie in self.ties:
+                    ranks = tuple(sorted({place[k] for k in tie.stages}, reverse=True))
+                    if rank in ranks and not tie.on_one_rank:
+                        parts = tuple(tie.parts[k] for k in reversed(tie.stages) if place[k] == rank)
+                        target = self.target(rank, tie.name)
+                        shared.append(Shared(next(w for w in weights.weights if w.target is target), parts, ranks))
+                weights.shared = tuple(shared)
 
     def tensor(self, rank: int, name: str) -> torch.Tensor:
         """A parameter or buffer as a rank reads it: two ranks of one process that share a parameter have one each."""
@@ -141,11 +156,12 @@ class Updating:
         }
         args = (tuple(found.values()), self.optimizer, rules, chain.index(rank))
         if training.weights == "2bw":
-            return Versions(*args, correction=CORRECTIONS.get(training.correction or ""), **options)
+            return Versions(*args, rank=rank, correction=CORRECTIONS.get(training.correction or ""), **options)
         return Weights(*args, **options)
 
     def _finish(self, rank: int, channel: Channel) -> None:
         """Complete a rank's gradients: sums of tied ones, and the hooks of parameters."""
-        many = len(self._plan.programs) > 1
-        sum_ties(self.ties, self._plan, (rank,), channel if many else None, lambda name: self.target(rank, name))
+        if self.training.weights != "2bw":  # whose ties travel while the next step is under way
+            many = len(self._plan.programs) > 1
+            sum_ties(self.ties, self._plan, (rank,), channel if many else None, lambda name: self.target(rank, name))
         run_hooks([w.target for w in self.ranks[rank].weights])

@@ -16,6 +16,17 @@ from zbfx.errors import VerifyError
 from zbfx.ir import Fn, Instr, Program, Stage
 
 _Place = tuple[int, int]  # rank, index of the instruction
+_BARRIER = -1  # in a rank's place: the end of a step on all ranks, whose number is the index
+
+
+def verify_stream(programs: Sequence[Program], ends: Sequence[Sequence[int]]) -> None:
+    """A stream as it runs for some steps; ends[r]: the instructions of rank r before which a step has ended. Raises VerifyError.
+
+    No rank may need another to be a step ahead: ranks of one process end each step together.
+    """
+    for program in programs:
+        _verify_buffers(program)
+    _verify_messages(programs, stream=True, cuts=ends)
 
 
 def verify_programs(programs: Sequence[Program]) -> None:
@@ -69,10 +80,10 @@ def _verify_buffers(program: Program) -> None:
         raise VerifyError(f"rank {program.rank}: buffers {unread} are never freed")
 
 
-def _verify_messages(programs: Sequence[Program]) -> None:
+def _verify_messages(programs: Sequence[Program], *, stream: bool = False, cuts: Sequence[Sequence[int]] = ()) -> None:
     at: dict[tuple[str, str], _Place] = {}
     times: Counter[tuple[str, str]] = Counter()  # what is run again sends again: the second time it is another message
-    again = any(i.when == "wrong" for p in programs for i in p.instrs)
+    again = stream or any(i.when == "wrong" for p in programs for i in p.instrs)
     edges: dict[tuple[str, int, int], list[str]] = {}
     graph: nx.DiGraph[_Place] = nx.DiGraph()
     for program in programs:
@@ -87,7 +98,9 @@ def _verify_messages(programs: Sequence[Program]) -> None:
             if key in at or instr.peer is None:
                 raise VerifyError(f"{instr.verb} of {instr.action} comes twice, or has no peer\n{show(program, i)}")
             at[key] = (program.rank, i)
-            if instr.verb in ("post", "send"):
+            if instr.verb in ("post", "send") and not (
+                stream and instr.action.kind in "LSVT"
+            ):  # these have channels of their own
                 ends = (program.rank, instr.peer) if instr.verb == "send" else (instr.peer, program.rank)
                 edges.setdefault((instr.verb, *ends), []).append(str(instr.action))
     for name in {n for _, n in at}:
@@ -106,6 +119,10 @@ def _verify_messages(programs: Sequence[Program]) -> None:
             raise VerifyError(
                 f"rank {source} sends to {target} in the order {names}, which is posted as {edges.get(('post', source, target))}"
             )
+    for program, places in zip(programs, cuts, strict=False):
+        for step, place in enumerate(places):
+            graph.add_edge((program.rank, place - 1), (_BARRIER, step))
+            graph.add_edge((_BARRIER, step), (program.rank, place))
     _refuse_circle(graph, programs)
 
 
@@ -114,7 +131,7 @@ def _refuse_circle(graph: nx.DiGraph[_Place], programs: Sequence[Program]) -> No
         return
     circle = [edge[0] for edge in nx.find_cycle(graph)]
     by_rank = {p.rank: p for p in programs}
-    lines = [f"rank {r} [{i}] {_text(by_rank[r].instrs[i])}" for r, i in circle]
+    lines = [f"rank {r} [{i}] {_text(by_rank[r].instrs[i])}" for r, i in circle if r != _BARRIER]
     raise VerifyError("the programs deadlock: each of these waits for the next\n" + "\n".join(lines))
 
 

@@ -15,6 +15,7 @@ from zbfx.text import format_bytes
 
 STYLES = {"F": "black on bright_blue", "B": "black on bright_green", "W": "black on bright_yellow", "BW": "black on bright_cyan"}
 STYLES |= {"U": "white on magenta", "V": "white on red", "S": "white on red", "L": "white on red"}
+STYLES |= {"G": "white on red", "T": "white on red"}
 _SECOND_CHUNK = {"F": "white on blue", "B": "white on green", "W": "black on yellow", "BW": "white on cyan"}
 _IDLE = "·"
 

@@ -70,9 +70,10 @@ def _messages(program: Program, layouts: Layouts) -> list[str]:
     for i in (*program.instrs, *program.body, *program.flush):
         if i.verb in ("post", "send"):
             ends = (i.peer, program.rank) if i.verb == "post" else (program.rank, i.peer)
-            values = layouts[Action(i.action.stage, i.action.kind, 0)]
+            values = layouts[Action(i.action.stage, i.action.kind, 0, i.action.part)]
             what = tuple((str(v.dtype).removeprefix("torch."), v.shape, v.stride) for v in values)
-            key = f"{i.action.stage}{i.action.kind}"
+            tied = i.action.kind == "T"  # each of the ranks that share a parameter sends something else
+            key = str(i.action) if tied else f"{i.action.stage}{i.action.kind}"
             seen[key] = f"    {key!r}: ({ends[0]}, {ends[1]}, {what!r}),"
     return [seen[key] for key in sorted(seen)]
 
@@ -138,16 +139,19 @@ def _line(instr: Instr, stages: Sequence[Stage], layouts: Layouts) -> str:
     a = instr.action
     delete = f"; del {', '.join(instr.frees)}" if instr.frees else ""
     if instr.verb == "recv":
-        what = ", ".join(short_type(v.dtype, v.shape) for v in layouts[Action(a.stage, a.kind, 0)])
+        what = ", ".join(short_type(v.dtype, v.shape) for v in layouts[Action(a.stage, a.kind, 0, a.part)])
         return f'{instr.writes[0]} = [*rank.recv("{a}")]  # {what} from rank {instr.peer}'
     if instr.verb == "send":
-        what = instr.reads[0] if instr.reads else "rank.result()" if a.kind == "L" else "rank.state()"
+        own = {"L": "rank.result()", "T": f"rank.tied({instr.peer})"}.get(a.kind, "rank.state()")
+        what = instr.reads[0] if instr.reads else own
         return f'rank.send("{a}", *{what}){delete}  # to rank {instr.peer}'
     if instr.verb in ("post", "sent"):
         return f'rank.{instr.verb}("{a}")'
     if instr.verb == "drop":
         return f"del {instr.reads[0]}"
-    if instr.verb in ("report", "measure", "update"):
+    if instr.verb == "tie":
+        return f"rank.tie({a.part}, *{instr.reads[0]}){delete}"
+    if instr.verb in ("report", "measure", "update", "collect"):
         return f"rank.{instr.verb}({''.join(f'*{name}' for name in instr.reads)}){delete}"
     if instr.verb == "learn":
         return f"rank.learn(*{instr.reads[0] if instr.reads else 'rank.state()'}){delete}"

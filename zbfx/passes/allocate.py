@@ -6,8 +6,9 @@ until `sent`, a stage function's inside operator by operator. What is measured a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,12 +17,15 @@ from zbfx.ir import Action, Instr, Program, Stage, Value, function_of
 from zbfx.passes.liveness import Ledger, Profile, Slot, profile
 from zbfx.verify_program import variants
 
+Messages = Callable[[Action], tuple[Value, ...]]  # what travels to an action
+
 
 def allocate(
     rank: int,
     instrs: Sequence[Instr],
     stages: Sequence[Stage],
     profiles: dict[int, Profile],
+    messages: Messages | None = None,
     flush: Sequence[Instr] = (),
 ) -> Program:
     """Instructions -> Program with frees, bytes held after each instruction, and the peak. `profiles` is filled as needed.
@@ -29,14 +33,28 @@ def allocate(
     Held is what a step holds that finds nothing wrong; the peak is the largest of all that a step may do.
     """
     instrs = _with_frees(instrs)
-    held, peak = _play(instrs, {"", "ahead"}, stages, profiles)
+    play = partial(_play, stages=stages, profiles=profiles, messages=messages or partial(message_values, stages=stages))
+    held, peak = play(instrs, {"", "ahead"})
     for flags in variants(instrs)[1:]:
-        peak = max(peak, _play(instrs, flags, stages, profiles)[1])
+        peak = max(peak, play(instrs, flags)[1])
     return Program(rank, tuple(instrs), flush=tuple(_with_frees(flush)), held=tuple(held), peak=peak)
 
 
+def allocate_stream(
+    rank: int,
+    parts: Sequence[Sequence[Instr]],
+    stages: Sequence[Stage],
+    profiles: dict[int, Profile],
+    messages: Messages,
+) -> Program:
+    """Start, body and end of a stream -> Program. Held is what the first step holds; the peak is that of all steps."""
+    start, body, end = (_with_frees(part) for part in parts)
+    held, peak = _play([*start, *body, *body, *end], {""}, stages, profiles, messages)
+    return Program(rank, tuple(start), body=tuple(body), flush=tuple(end), held=tuple(held[: len(start)]), peak=peak)
+
+
 def _play(
-    instrs: Sequence[Instr], flags: set[str], stages: Sequence[Stage], profiles: dict[int, Profile]
+    instrs: Sequence[Instr], flags: set[str], stages: Sequence[Stage], profiles: dict[int, Profile], messages: Messages
 ) -> tuple[list[int], int]:
     """Bytes held after each instruction, and the peak, in a step that runs the instructions with these flags."""
     ledger = Ledger()
@@ -49,7 +67,7 @@ def _play(
         if instr.when not in flags:
             pass
         elif instr.verb == "post":
-            posted[a] = [ledger.new(v.nbytes) for v in message_values(a, stages)]
+            posted[a] = [ledger.new(v.nbytes) for v in messages(a)]
         elif instr.verb == "recv":
             buffers[instr.writes[0]] = posted.pop(a)
         elif instr.verb == "send":

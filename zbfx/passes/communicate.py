@@ -8,13 +8,13 @@ action to hide behind. Numbering makes every wait point forward, even where a se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zbfx.ir import Action, Course, Instr, Schedule, Stage, Verb, When, function_of
 from zbfx.passes.w_parts import expanded
 
-_VERBS: dict[str, Verb] = {"L": "report", "S": "measure", "V": "learn", "U": "update"}
+_VERBS: dict[str, Verb] = {"L": "report", "S": "measure", "V": "learn", "U": "update", "G": "collect", "T": "tie"}
 _ONCE = frozenset(_VERBS)  # kinds of what a rank does once a step
 
 
@@ -28,15 +28,33 @@ class Message:
     target: int
 
 
+Place = Callable[[Message, int], int]  # a message, the last place of its receive's post by number -> the place, in its order
+
+
 def communicate(course: Course, stages: Sequence[Stage]) -> tuple[tuple[Instr, ...], ...]:
     """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish."""
-    orders = [[part for span in rank for part in _expanded(span.action, stages)] for rank in course.timeline.spans]
-    number = _numbers(course, stages)
+    orders = expanded_orders(course, stages)
+    writer = writer_for(course, stages, orders, lambda _, head: head)
+    return tuple(tuple(i for part in writer.instructions(r, order) for i in part) for r, order in enumerate(orders))
+
+
+def expanded_orders(course: Course, stages: Sequence[Stage]) -> list[list[Action]]:
+    """What each rank does, in order, as the stages have it: BW as B and W where they are two functions, W in its parts."""
+    return [[part for span in rank for part in expand(span.action, stages)] for rank in course.timeline.spans]
+
+
+def writer_for(
+    course: Course,
+    stages: Sequence[Stage],
+    orders: Sequence[Sequence[Action]],
+    place: Place,
+    late: Mapping[int, Collection[int]] | None = None,
+) -> Writer:
+    """Messages and posts of a course; late: see Writer."""
     messages = _messages(course, stages, orders)
-    posts = _place_posts(orders, messages, number)
+    posts = _place_posts(orders, messages, _numbers(course, stages), place)
     early = {a for order, n in zip(orders, course.repeated, strict=False) for a in order[:n]}
-    writer = _Writer(course.schedule, stages, messages, posts, early, bool(course.repeated))
-    return tuple(writer.instructions(r, order) for r, order in enumerate(orders))
+    return Writer(course.schedule, stages, messages, posts, early, bool(course.repeated), late)
 
 
 def validation(instrs: Sequence[Instr]) -> tuple[Instr, ...]:
@@ -44,7 +62,8 @@ def validation(instrs: Sequence[Instr]) -> tuple[Instr, ...]:
     return tuple(replace(i, when="") for i in instrs if i.when == "cautious")
 
 
-def _expanded(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
+def expand(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
+    """What a rank does for an action of a course."""
     return (action,) if action.kind in _ONCE else expanded(action, stages[action.stage])
 
 
@@ -65,7 +84,7 @@ def _numbers(course: Course, stages: Sequence[Stage]) -> dict[Action, int]:
         heads_now = [(rank[h], r) for r, (rank, h) in enumerate(zip(waiting, heads, strict=True)) if h < len(rank)]
         span, r = min((s for s in heads_now if ready(s[0].action)), key=lambda s: (s[0].start, s[1]))
         heads[r] += 1
-        for part in _expanded(span.action, stages):
+        for part in expand(span.action, stages):
             number[part] = len(number)
             done.add(_as_consumer(part))
     return number
@@ -108,7 +127,10 @@ def _consumer(a: Action, stages: Sequence[Stage]) -> Action | None:
 
 
 def _place_posts(
-    orders: Sequence[Sequence[Action]], messages: Sequence[Message], number: dict[Action, int]
+    orders: Sequence[Sequence[Action]],
+    messages: Sequence[Message],
+    number: dict[Action, int],
+    place: Place,
 ) -> dict[Action, list[Message]]:
     """Receiver's action -> the messages posted right before it, in the order in which they are sent."""
     posts: dict[Action, list[Message]] = {}
@@ -118,12 +140,13 @@ def _place_posts(
         while head + 1 < len(order) and number[order[head + 1]] <= number[message.producer]:
             head += 1
         heads[message.target] = head
-        posts.setdefault(order[head], []).append(message)
+        posts.setdefault(order[place(message, head)], []).append(message)
     return posts
 
 
-class _Writer:
-    """Writes each rank's instructions. early: the forwards that run again where a validation finds wrong weights."""
+class Writer:
+    """Writes each rank's instructions. early: the forwards that run again where a validation finds wrong weights. late, in a
+    stream: per rank, the places in its order before which it awaits what it has sent once a step."""
 
     def __init__(
         self,
@@ -133,22 +156,32 @@ class _Writer:
         posts: Mapping[Action, Sequence[Message]],
         early: set[Action],
         validates: bool,
+        late: Mapping[int, Collection[int]] | None = None,
     ) -> None:
         self.schedule, self.stages, self.posts, self.early, self.validates = schedule, stages, posts, early, validates
-        self.messages = messages
+        self.messages, self.late = messages, late
         self.into = {m.consumer: m for m in messages}
         self.out: dict[Action, list[Message]] = {}
         for m in messages:
             self.out.setdefault(m.producer, []).append(m)
 
-    def instructions(self, rank: int, order: Sequence[Action]) -> tuple[Instr, ...]:
-        """The rank's actions with what they receive and send, each send awaited one action later."""
+    def instructions(self, rank: int, order: Sequence[Action]) -> list[list[Instr]]:
+        """For each of the rank's actions, and for the end, the instructions: each send is awaited one action later."""
         validation = self.into.get(Action(rank, "V", 0)) if self.validates else None
-        instrs = [] if validation is None else [Instr("post", validation.consumer, peer=validation.source, when="ahead")]
+        parts: list[list[Instr]] = []
+        if validation is not None:
+            parts.append([Instr("post", validation.consumer, peer=validation.source, when="ahead")])
         leaving: list[Instr] = []
-        for a in order:
+        awaited: list[Instr] = []
+        for index, a in enumerate(order):
+            instrs: list[Instr] = []
+            parts.append(instrs)
+            if awaited and self.late is not None and index in self.late[rank]:
+                parts[-2] += awaited
+                awaited = []
             if a.kind == "V" and self.validates:
-                instrs += [*self._validated(a, "ahead"), *repeat(instrs, self._drained(rank, instrs)), *self._posts(a)]
+                before = [i for part in parts for i in part]
+                instrs += [*self._validated(a, "ahead"), *repeat(before, self._drained(rank, before)), *self._posts(a)]
                 continue
             if a.kind == "U" and self.validates:
                 instrs += self._validated(Action(rank, "V", 0), "cautious")
@@ -163,8 +196,9 @@ class _Writer:
                 leaving = []
             for m in self.out.get(a, ()):
                 instrs.append(Instr("send", m.consumer, reads=_sent(a), peer=m.target))
-                leaving.append(Instr("sent", m.consumer, peer=m.target))
-        return (*instrs, *leaving)
+                once = self.late is not None and a.kind in _ONCE
+                (awaited if once else leaving).append(Instr("sent", m.consumer, peer=m.target))
+        return [*parts, [*leaving, *awaited]]
 
     def _posts(self, a: Action) -> list[Instr]:
         """The receives that stand ready before an action; that of a later validation stands ready from the step's start on."""
@@ -221,6 +255,8 @@ def repeat(before: Sequence[Instr], drained: Sequence[Instr]) -> list[Instr]:
 
 def _received(a: Action) -> str:
     """The buffer of what an action receives."""
+    if a.part is not None:  # what one of several ranks that share parameters sends
+        return _name(f"t{a.part}", a.stage, a.mb)
     return _name({"F": "x", "L": "l", "S": "u", "V": "v"}.get(a.kind, "gy"), a.stage, a.mb)
 
 

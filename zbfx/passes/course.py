@@ -18,6 +18,7 @@ from zbfx.ir import Action, CostModel, Course, Schedule, Span, Timeline
 from zbfx.passes.simulate import action_seconds, bubble, count_parts, hop_seconds, memory_curve
 from zbfx.verify import dependencies
 
+ONCE = "SVULGT"  # kinds of what a rank does once a step
 Orders = Sequence[Sequence[Action]]
 Feeds = dict[Action, tuple[Action, ...]]
 
@@ -108,7 +109,7 @@ def timed(
                     break
                 hop = _latency(costs, _rank(before, home), r) if a in waits else _hop(costs, before, a, home)
                 clock[r] = max(clock[r], arrived[before] + hop)
-            seconds = update[r] if a.kind == "U" and update else 0.0 if a.kind in "SVUL" else action_seconds(a, costs, parts)
+            seconds = update[r] if a.kind == "U" and update else 0.0 if a.kind in ONCE else action_seconds(a, costs, parts)
             spans[r].append(Span(a, clock[r], clock[r] + seconds))
             clock[r] += seconds
             heads[r] += 1
@@ -125,14 +126,14 @@ def _tail(rank: int, kinds: str) -> list[Action]:
 
 def _feeder(a: Action, last: int) -> Action | None:
     """The action on a neighbouring stage that F, B or BW waits for."""
-    if a.kind in "SVUL" or a.kind == "W":
+    if a.kind in ONCE or a.kind == "W":
         return None
     found = [Action(s, k, mb) for s, k, mb in dependencies(a, last) if s != a.stage]  # type: ignore[arg-type]
     return found[0] if found else None
 
 
 def _rank(a: Action, home: Sequence[int]) -> int:
-    return a.stage if a.kind in "SVUL" else home[a.stage]
+    return a.stage if a.kind in ONCE else home[a.stage]
 
 
 def _hop(costs: CostModel, before: Action, a: Action, home: Sequence[int]) -> float:

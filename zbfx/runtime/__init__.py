@@ -1,5 +1,6 @@
 """What a generated rank program needs to run: torch and this package, nothing else of zbfx."""
 
+from zbfx.runtime.agree import agree
 from zbfx.runtime.channel import Channel
 from zbfx.runtime.failures import Alarm, Failure
 from zbfx.runtime.in_process import Exchange, InProcess
@@ -22,6 +23,7 @@ __all__ = [
     "Rank",
     "Recorder",
     "Span",
+    "agree",
     "connect",
     "execute",
     "place",

@@ -80,20 +80,25 @@ def connect(
     if device.type == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when CUDA starts; see nccl.py
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        if place() is None:
-            raise InputError("no process group and none of torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if store is None:
-        default: Any = _get_default_store()  # cloned: a connection of our own, which nobody's blocking call can occupy
-        store = default.clone()
-    store = dist.PrefixStore(namespace(_connected), store)
+    own = own_store(device)
+    store = dist.PrefixStore(namespace(_connected), own if store is None else store)
     _connected += 1
     host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "RANK" in os.environ else -1
     options: Any = {"dead_after": dead_after, "timeout": timeout, "host": host, "alarm": _shared_alarm(), "action": _action}
     channel = Nccl(store, device, pairs, **options) if device.type == "cuda" else Gloo(store, **options)
     _channels.add(channel)
     return channel
+
+
+def own_store(device: torch.device) -> dist.Store:
+    """A connection to the process group's store; the group that torchrun's variables describe is joined if none exists."""
+    if not dist.is_initialized():
+        if place() is None:
+            raise InputError("no process group and none of torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    default: Any = _get_default_store()  # cloned: a connection of our own, which nobody's blocking call can occupy
+    store: dist.Store = default.clone()
+    return store
 
 
 def run_threads(

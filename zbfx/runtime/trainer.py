@@ -1,4 +1,4 @@
-"""A rank whose programs also update its weights: six verbs more than Rank has, and three flags.
+"""A rank whose programs also update its weights: more verbs than Rank has, and three flags.
 
 report(*loss), result()             the step's loss: made where the last stage is, noted elsewhere; what is sent of it
 measure(*table), learn(table),      see `weights`; state() is the table to send
@@ -30,9 +30,10 @@ class Trainer(Rank):
     def __init__(self, *args: Any, updater: Weights, divisor: int, params: Mapping[int, Sequence[Tensor]], **kwargs: Any) -> None:
         super().__init__(*args, params=params, **kwargs)
         self.updater, self.divisor = updater, divisor
-        self.loss_of_step: Tensor | None = None
+        self.reported: list[Tensor] = []  # the loss of each step, as it becomes known
         self.ahead = self.wrong = False
         self._own = params
+        self.step = -1
         self._before: Inputs = {}  # a stream still runs microbatches of the step before
 
     def next_step(self, inputs: Inputs, recorder: Recorder) -> None:
@@ -41,6 +42,18 @@ class Trainer(Rank):
         self.recorder = recorder
         self.ahead, self.wrong = self.updater.ahead, False
         self.updater.begin()
+        self.step += 1
+
+    def reported_loss(self, back: int) -> Tensor:
+        """The loss of the step `back` steps before the last that has begun; NaN before the first."""
+        if self.step < back:
+            return torch.full_like(self.reported[0], float("nan")) if self.reported else torch.tensor(float("nan"))
+        return self.reported[self.step - back].clone()
+
+    def end_stream(self) -> None:
+        """All steps are complete; the next one begins a stream."""
+        self.reported, self.step = [], -1
+        self._versions().restart()
 
     # ------------------------------------------------------------ the verbs
 
@@ -66,18 +79,37 @@ class Trainer(Rank):
         """The step's loss: received, or, where the last stage is, the sum of its microbatches' in order."""
         with self.recorder.paused(), torch.no_grad():
             if loss:
-                self.loss_of_step = loss[0].clone()
+                self.reported.append(loss[0].clone())
                 return
             total = self.losses[0] / self.divisor
             for each in self.losses[1:]:
                 total = total + each / self.divisor
-            self.loss_of_step = total
+            self.reported.append(total)
 
     def result(self) -> Tensors:
         """The loss, to send."""
-        if self.loss_of_step is None:
+        if not self.reported:
             raise RankError("no loss is known yet: `result` needs a `report` before it")
-        return (self.loss_of_step,)
+        return (self.reported[-1],)
+
+    def collect(self) -> None:
+        """A step's gradients are complete on this rank, while the next step's are on their way."""
+        with self.recorder.paused(), torch.no_grad():
+            self._versions().collect()
+
+    def tied(self, other: int) -> Tensors:
+        """This rank's gradients of the weights it shares with another, to send."""
+        return self._versions().tied(other)
+
+    def tie(self, other: int, *gradients: Tensor) -> None:
+        """Another rank's gradients of the weights it shares with this one."""
+        with self.recorder.paused(), torch.no_grad():
+            self._versions().tie(other, *gradients)
+
+    def _versions(self) -> Versions:
+        if not isinstance(self.updater, Versions):
+            raise RankError("the program keeps two versions of the weights, the pipeline one: compile with weights='2bw'")
+        return self.updater
 
     def measure(self, *table: Tensor) -> None:
         """The gradients are complete: add them to what is known of all."""

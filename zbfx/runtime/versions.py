@@ -8,14 +8,16 @@ or, where a step runs whole backwards, is done as well).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbfx.errors import RankError
-from zbfx.runtime.weights import Weights
+from zbfx.runtime.weights import Weight, Weights
 
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # gradient, newest weights, weights it was taken at -> gradient
 
@@ -31,33 +33,40 @@ def taylor(grad: Tensor, newest: Tensor, taken_at: Tensor) -> Tensor:
 CORRECTIONS: dict[str, Correction] = {"taylor": taylor}
 
 
-class Versions(Weights):
-    """The weights of one rank under 2BW. `step` counts the calls since the stream began."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """A weight that other ranks have too. parts: what gathers its gradient, one per stage of this rank, last stage first;
+    ranks: all that have it, the highest first, which is the order in which their sums are added."""
 
-    def __init__(self, *args: Any, correction: Correction | None = None, **kwargs: Any) -> None:
+    weight: Weight
+    parts: tuple[Tensor, ...]
+    ranks: tuple[int, ...]
+
+
+class Versions(Weights):
+    """The weights of one rank under 2BW. Three verbs more: collect() when a step's gradients are complete on this rank;
+    tied(other) and tie(other, *gradients), which exchange those of shared weights."""
+
+    def __init__(self, *args: Any, rank: int = 0, correction: Correction | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.rank, self.shared = rank, tuple[Shared, ...]()
         self._correction = correction
         self._kept: dict[int, dict[int, Tensor]] = {}  # version -> parameter -> its values
-        self._gradients: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []  # of the step that is complete, one per weight
+        self._sums: dict[int, dict[int, Tensor]] = {}  # of shared weights: place among `shared` -> rank -> its sum
+        self._is_complete = True
         self._scales: deque[float] = deque()
         self.restart()
 
     def restart(self) -> None:
-        """A stream begins (or ended: one version is left, the newest)."""
-        newest = {id(w.parameter): w.parameter.data for w in self.weights}
+        """A stream begins, or has ended: one version is left, the newest."""
         self.step, self.newest = -1, 0
-        self._kept = {0: newest}
+        self._kept = {0: {id(w.parameter): w.parameter.data for w in self.weights}}
 
     @property
     def alive(self) -> tuple[int, ...]:
         """The versions that are held."""
         return tuple(sorted(self._kept))
-
-    def begin(self) -> None:
-        super().begin()
-        self.step += 1
-        self._scales.append(self.scale.value)
-        self._scale_of_step = self.scale.value
 
     def used(self, back: int = 0) -> int:
         """The version that the microbatches of the step `back` steps ago use."""
@@ -70,38 +79,98 @@ class Versions(Weights):
         table = self._kept[version]
         return tuple(table.get(id(tensor), tensor.detach()) for tensor in given)
 
-    def measure(self, *table: Tensor) -> tuple[Tensor, ...]:
-        result = super().measure(*table)
+    def consistent(self) -> dict[int, Tensor]:
+        """Between steps: id of each parameter -> its values in the newest version that every rank has."""
+        return self._kept[min(max(self.step, 0), self.newest)]
+
+    # ------------------------------------------------------------ the verbs
+
+    def begin(self) -> None:
+        super().begin()
+        self.step += 1
+        self._scales.append(self.scale.value)
+        self._scale_of_step = self.scale.value
+
+    def collect(self) -> None:
+        """Put this rank's complete gradients aside: the next step's are on their way."""
         self._gradients = [w.target.grad for w in self.weights]
         for w in self.weights:
             w.target.grad = None
-        return result
+        self._sums = {i: {self.rank: _sum_of_parts(s.parts)} for i, s in enumerate(self.shared)}
+        self._settings = self._upcoming.popleft()
+        self._is_complete = False
+
+    def tied(self, other: int) -> tuple[Tensor, ...]:
+        """This rank's sums of the weights that it shares with another."""
+        return tuple(self._sums[i][self.rank] for i, s in enumerate(self.shared) if other in s.ranks)
+
+    def tie(self, other: int, *gradients: Tensor) -> None:
+        """Another rank's sums of the weights that it shares with this one."""
+        mine = [i for i, s in enumerate(self.shared) if other in s.ranks]
+        for i, gradient in zip(mine, gradients, strict=True):
+            self._sums[i][other] = gradient.clone()
+
+    def measure(self, *table: Tensor) -> tuple[Tensor, ...]:
+        with self._put_back():
+            return super().measure(*table)
 
     def update(self) -> None:
         """Make the next version in the place of the oldest."""
+        self._complete()
         factor = self.verdicts[self.updates].factor if self.rules.checked else 1.0
         self.updates += 1
-        waiting = [w.target.grad for w in self.weights]  # of the step that has begun meanwhile
-        for w, grad in zip(self.weights, self._gradients, strict=True):
-            w.target.grad = grad if grad is None or self._correction is None else self._corrected(w, grad)
+        if self._correction is not None:
+            self._gradients = [
+                g if g is None else self._corrected(w, g) for w, g in zip(self.weights, self._gradients, strict=True)
+            ]
         self._move_on()
-        self._apply(factor)
+        with self._put_back():
+            self._apply(factor)
         self._gradients = []
-        for w, grad in zip(self.weights, waiting, strict=True):
-            w.target.grad = grad
-
-    def consistent(self) -> dict[int, Tensor]:
-        """Between calls: id of each parameter -> its values in the newest version that every rank has."""
-        return self._kept[min(max(self.step, 0), self.newest)]
 
     def scaled(self, weight: Tensor) -> Tensor:
         return weight if self._scale_of_step == 1.0 else weight * self._scale_of_step
 
     # ------------------------------------------------------------ behind them
 
-    def _corrected(self, w: Any, grad: Tensor) -> Tensor:
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """The complete gradients in `.grad`, for as long as they are worked on."""
+        self._complete()
+        waiting = [w.target.grad for w in self.weights]
+        self._swap(self._gradients)
+        try:
+            yield
+        finally:
+            self._swap(waiting)
+
+    def _swap(self, gradients: Sequence[Tensor | None]) -> None:
+        for w, grad in zip(self.weights, gradients, strict=True):
+            w.target.grad = grad
+
+    def _complete(self) -> None:
+        """Once per step: sums of shared weights, hooks, scale."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        places = {id(w): i for i, w in enumerate(self.weights)}
+        for i, shared in enumerate(self.shared):
+            first, *rest = [self._sums[i][r] for r in shared.ranks]
+            for grad in rest:
+                first = first + grad
+            self._gradients[places[id(shared.weight)]] = first
+        self._sums = {}
+        with self._put_back():
+            if self._finish is not None:
+                self._finish()
+            super()._bring_to_scale(self._scales.popleft())
+
+    def _ready(self) -> None:
+        """`collect` and `_complete` have done it."""
+
+    def _corrected(self, w: Weight, grad: Tensor) -> Tensor:
         at = self._kept[max(self.newest - 1, 0)][id(w.parameter)]
-        return self._correction(grad, w.parameter.data, at) if self._correction is not None else grad
+        return grad if self._correction is None else self._correction(grad, w.parameter.data, at)
 
     def _move_on(self) -> None:
         """The parameters move to the storage of the oldest version, with the newest's values."""
@@ -118,9 +187,13 @@ class Versions(Weights):
         self.newest += 1
         self._kept[self.newest] = moved
 
-    def _bring_to_scale(self) -> None:
-        value = self._scales.popleft()
-        if value != 1.0:
-            for w in self.weights:
-                if w.target.grad is not None:
-                    w.target.grad.mul_(1.0 / value)
+
+def _sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
+    """The gradients gathered by a rank's stages, added up and taken from them."""
+    first, *rest = [p.grad for p in parts if p.grad is not None]
+    total = first.contiguous() if not rest else first + rest[0]
+    for grad in rest[1:]:
+        total = total + grad
+    for part in parts:
+        part.grad = None
+    return total

@@ -93,10 +93,7 @@ class Weights:
 
     def measure(self, *table: Tensor) -> tuple[Tensor, ...]:
         """The gradients are complete: bring them to scale; the table of what is known with this rank's stages filled in."""
-        if self._finish is not None:
-            self._finish()
-        self._settings = self._upcoming.popleft()
-        self._bring_to_scale()
+        self._ready()
         if not self.rules.checked:
             return ()
         known = table[0].clone() if table else blank_table(self.rules.num_stages, self.device)
@@ -180,11 +177,18 @@ class Weights:
         self._snapshot = None
         self._clear()
 
-    def _bring_to_scale(self) -> None:
-        if self.scale.value != 1.0:
+    def _ready(self) -> None:
+        """Once per step: what completes the gradients, and their scale."""
+        if self._finish is not None:
+            self._finish()
+        self._settings = self._upcoming.popleft()
+        self._bring_to_scale(self.scale.value)
+
+    def _bring_to_scale(self, value: float) -> None:
+        if value != 1.0:
             for w in self.weights:
                 if w.target.grad is not None:
-                    w.target.grad.mul_(1.0 / self.scale.value)
+                    w.target.grad.mul_(1.0 / value)
 
     def _apply(self, factor: float | None) -> None:
         if factor is None:
