@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from zbfx.errors import InputError, MemoryBudgetError
+from zbfx import errors
+from zbfx.errors import InputError, MemoryBudgetError, ZbfxError
 from zbfx.ir import Action, CostModel, Schedule, Solution
 from zbfx.passes.order_any import order_any, share_limits
+from zbfx.passes.order_bounds import Bounds
 from zbfx.passes.order_fixed import block_placement, order_fixed
 from zbfx.passes.order_places import candidate_placements
-from zbfx.passes.order_search import OBJECTIVES
+from zbfx.passes.order_search import OBJECTIVES, solution_of
 from zbfx.passes.placements import NAMES, build_placement
+from zbfx.text import costs_to_dict, schedule_from_json, solution_to_json
 from zbfx.verify import verify_schedule
 
 # Schedules that are made for a placement of their own; all others take blocks of consecutive stages.
@@ -31,11 +36,15 @@ SEARCHED = ("auto", "exact", *_SHARES)
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How to search. objective: span or makespan; w_parts: of each W; seconds: the budget (None: by size; for exact 30)."""
+    """How to search. objective: span or makespan; w_parts: of each W; seconds: the budget (None: by size; for exact 30).
+
+    agree(question, answer): in a process group, the answer of one process for all.
+    """
 
     objective: str = "makespan"
     w_parts: int = 1
     seconds: float | None = None
+    agree: Callable[[str, Callable[[], str]], str] | None = field(default=None, compare=False)
 
 
 def check_search(search: Search, schedule: str | Schedule, placement: str | Sequence[int] | None) -> None:
@@ -143,16 +152,31 @@ def _searched(schedule: str, placement: Sequence[int] | None, microbatches: int,
         shares = share_limits(placement, plain, _SHARES[schedule])
         limit = tuple(s if b is None else min(b, s) for b, s in zip(costs.limit, shares, strict=True))
         method, costs = "auto", replace(plain, limit=limit)
-    solution = order_any(
-        method,
-        placement,
-        microbatches,
-        costs,
-        objective=search.objective,
-        w_parts=search.w_parts,
-        seconds=search.seconds,
-    )
+    options: dict[str, Any] = {"objective": search.objective, "w_parts": search.w_parts, "seconds": search.seconds}
+
+    def answer() -> str:
+        """For other processes: the solution, or the error, as text."""
+        try:
+            return solution_to_json(order_any(method, placement, microbatches, costs, **options))
+        except ZbfxError as error:
+            return json.dumps({"error": type(error).__name__, "text": str(error)})
+
+    if search.agree is None:
+        solution = order_any(method, placement, microbatches, costs, **options)
+    else:
+        place = None if placement is None else list(placement)
+        question = json.dumps([method, place, microbatches, options, costs_to_dict(costs)])
+        solution = _read_solution(search.agree(question, answer), costs)
     return replace(solution, schedule=replace(solution.schedule, name=schedule))
+
+
+def _read_solution(text: str, costs: CostModel) -> Solution:
+    fields = json.loads(text)
+    if "error" in fields:
+        raise getattr(errors, fields["error"])(fields["text"])
+    bounds = Bounds(fields["lower_bound"]["span"], fields["lower_bound"]["makespan"])
+    schedule = schedule_from_json(text)
+    return solution_of(schedule, costs, bounds, fields["objective"], fields["w_parts"], fields["seconds"], fields["why"])
 
 
 def order_forward(placement: Sequence[int], microbatches: int, ranks: int) -> Schedule:

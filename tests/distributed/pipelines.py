@@ -137,12 +137,32 @@ def w_in_parts(channel: Channel, folder: str, microbatches: int) -> dict[str, li
     return found
 
 
+def searched(channel: Channel, folder: str, microbatches: int) -> dict[str, Any]:
+    """A schedule whose search ends by the clock, and one that does not fit: what this rank was told."""
+    case = MODELS["mlp"]()
+    args, kwargs, target = case.batch(SAMPLES * microbatches)
+    options: dict[str, Any] = {
+        "example_inputs": args, "example_kwargs": kwargs, "example_target": target, "loss": case.loss,
+        "microbatches": microbatches,
+    }  # fmt: skip
+    pipe = zbfx.compile(case.fresh(), 4, schedule="exact", placement="v", seconds=1.0, **options)
+    loss = pipe.step(*args, target=target, **kwargs)
+    told = {"wrong": _wrong_here(pipe, loss, read_result(folder, "mlp", microbatches)), "solution": str(pipe.plan.solution)}
+    pipe.close()
+    try:
+        zbfx.compile(case.fresh(), 4, schedule="auto", memory=max(pipe.plan.static_bytes) + 1, **options)
+    except zbfx.MemoryBudgetError as error:
+        told["error"] = str(error)
+    return told
+
+
 def several(channel: Channel, folder: str, rows: Sequence[tuple[str, int]], microbatches: Sequence[int]) -> dict[str, Any]:
     """Checks that share the processes."""
     return {
         "table": table(channel, folder, rows, microbatches),
         "states": states(channel),
         "parts": w_in_parts(channel, folder, 5),
+        "searched": searched(channel, folder, 5),
         "weights": {"clipped": clipped(2.0), "tied": tied()},
     }
 

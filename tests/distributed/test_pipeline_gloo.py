@@ -39,6 +39,9 @@ def test_two_ranks_all_models(folder: Path) -> None:
     assert [len(t) for t in tables] == [len(MODELS) * (3 * len(MICROBATCHES) + 1)] * 2
     _check_states([r["states"] for r in results])
     assert wrong([r["parts"] for r in results]) == {}
+    first, second = (r["searched"] for r in results)
+    assert first == second, "one process searches for all"
+    assert first["wrong"] == [] and "no schedule fits" in first["error"]
     assert wrong([r["weights"] for r in results]) == {}
 
 
