@@ -62,7 +62,7 @@ def order_any(
 
     def search() -> Solution:
         if placement is None:
-            found = order_anywhere(microbatches, costs, objective=objective, w_parts=w_parts, seconds=seconds or 4.0, seed=seed)
+            found = order_anywhere(microbatches, costs, objective=objective, w_parts=w_parts, seconds=seconds, seed=seed)
             if method == "auto":
                 return found
             proven = order_exact(

@@ -1,8 +1,7 @@
 """Placement search: which placement, among those that suit the stages, gives the smallest cost, and why.
 
 Stages are dealt out in consecutive blocks: linear (one block a rank), V and interleaved (two), zigzag and interleaved
-(four), as far as
-there are stages enough. Every one is searched briefly, the best three again with the full budget.
+(four), as far as there are stages enough. Every one is searched briefly, the best two again with the full budget.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from dataclasses import replace
 
 from zbfx.errors import InputError, MemoryBudgetError
 from zbfx.ir import CostModel, Solution
-from zbfx.passes.order_search import order_auto
+from zbfx.passes.order_search import default_seconds, order_auto
 from zbfx.passes.placements import build_placement
 
 _SHAPES = (("linear", 1), ("v", 2), ("zigzag", 4), ("interleaved", 2), ("interleaved", 4))
-_BRIEF = 0.3  # share of the budget for the first look
-_FULL = 3  # placements that get the whole budget
+_BRIEF = 0.15  # share of the budget for the first look: known plans, and a few drawn at random
+_FULL = 2  # placements that get the whole budget
 
 
 def candidate_placements(num_stages: int, ranks: int) -> dict[str, tuple[int, ...]]:
@@ -31,14 +30,21 @@ def candidate_placements(num_stages: int, ranks: int) -> dict[str, tuple[int, ..
 
 
 def order_anywhere(
-    microbatches: int, costs: CostModel, *, objective: str = "span", w_parts: int = 1, seconds: float = 4.0, seed: int = 0
+    microbatches: int,
+    costs: CostModel,
+    *,
+    objective: str = "span",
+    w_parts: int = 1,
+    seconds: float | None = None,
+    seed: int = 0,
 ) -> Solution:
     """The best schedule over the candidate placements; `why` lists what each of them gave. Links and limits are those of
-    `costs`."""
+    `costs`. seconds: the budget of one placement's search (default: by the number of ranks); all take about three times it."""
     ranks = len(costs.limit)
     places = candidate_placements(len(costs.stages), ranks)
     if not places:
         raise InputError(f"{len(costs.stages)} stages cannot fill {ranks} ranks: use at most as many ranks as stages")
+    whole = default_seconds(ranks) if seconds is None else seconds
     found: dict[str, Solution] = {}
     refused: dict[str, MemoryBudgetError] = {}
 
@@ -54,12 +60,12 @@ def order_anywhere(
             found[name] = solution
 
     for name in places:
-        look(name, seconds * _BRIEF)
+        look(name, whole * _BRIEF)
     if not found:
         raise next(iter(refused.values()))
     for name in sorted(found, key=lambda n: _cost(found[n]))[:_FULL]:
         if found[name].gap > 0:
-            look(name, seconds)
+            look(name, whole)
     best = min(found, key=lambda n: _cost(found[n]))
     ranking = ", ".join(f"{n} {_bubble(found[n]):.2%}" for n in sorted(found, key=lambda n: _cost(found[n])))
     over = f"; over the limit: {', '.join(refused)}" if refused else ""

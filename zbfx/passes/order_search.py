@@ -28,7 +28,9 @@ from zbfx.verify import verify_schedule
 
 OBJECTIVES = ("span", "makespan")
 _POPULATION = 8
-_FRESH, _VARIED = 0.15, 0.92  # shares of the budget up to which candidates are drawn at random, and varied; then the full problem
+# Shares of the budget up to which known candidates are tried, others are drawn at random, and the best are varied; then come
+# the best in full.
+_KNOWN, _FRESH, _VARIED = 0.6, 0.15, 0.92
 _MANY_RANKS = 32
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
@@ -56,7 +58,7 @@ def order_auto(
     merged, merged_costs, size = merge_blocks(placement, costs)
     problem = build_problem(merged, microbatches, merged_costs, parts=w_parts)
     bounds = lower_bounds(problem)
-    search = _Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem) if seconds is None else seconds))
+    search = _Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem.num_ranks) if seconds is None else seconds))
     family, outcome = search.run()
     schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
     refuse_over_budget(schedule, costs)
@@ -70,9 +72,9 @@ def solution_of(
     return Solution(schedule, costs, simulate(schedule, costs), bounds.span, bounds.makespan, objective, parts, why, seconds)
 
 
-def default_seconds(problem: Problem) -> float:
+def default_seconds(ranks: int) -> float:
     """2.3 seconds up to 8 ranks, 7 for 16, 21 for 32, never more than 25."""
-    return min(25.0, 2.3 * max(1.0, problem.num_ranks / 8) ** 1.6)
+    return min(25.0, 2.3 * max(1.0, ranks / 8) ** 1.6)
 
 
 def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
@@ -111,8 +113,9 @@ class _Search:
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
-        for candidate in seeds(self.short) + fixed_candidates(self.short):
-            self.try_one(candidate)
+        for candidate in fixed_candidates(self.short) + seeds(self.short):
+            if self.spent < _KNOWN * self.budget or not self.population:
+                self.try_one(candidate)
         while self.spent < _FRESH * self.budget and not self.reached():
             self.try_one(sample(self.short, self.rng))
         while self.spent < _VARIED * self.budget and not self.reached():
