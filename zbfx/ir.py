@@ -26,7 +26,7 @@ class Action:
     """One unit of compute: `2F0` is the forward of stage 2 for microbatch 0; `0W3.1` is part 1 of a W split in parts.
 
     What a rank does once per step stands under the rank's number: `1S0` (state of the gradients), `1V0` (validation by the
-    state of all), `1U0` (update), `1L0` (loss), `1G0` (gradients complete), `1T0.2` (tied gradients from rank 2).
+    state of all), `1U0` (update), `1L0` (loss), `1G0.3` (gradients of stage 3 complete), `1T0.2` (tied gradients from rank 2).
     """
 
     stage: int

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from zbfx.errors import ScheduleError, VerifyError
 from zbfx.ir import Action, CostModel, Course, Program, Schedule, Stage, Value
 from zbfx.passes.allocate import Messages, allocate, allocate_stream, message_values
 from zbfx.passes.communicate import communicate, validation
@@ -92,7 +93,13 @@ def _streams(
     laid = stream(repeated, schedule.microbatches, costs, checked=training.checked, tied=[*names.values()])
     parts = fold(laid, stages)
     programs = tuple(allocate_stream(r, p, stages, profiles, messages) for r, p in enumerate(parts))
-    for times in (0, 1, 3):
-        verify_stream(*unfolded(programs, times))
+    try:
+        for times in (0, 1, 3):
+            verify_stream(*unfolded(programs, times))
+    except VerifyError as error:
+        raise ScheduleError(
+            f"2bw: {schedule.name} with {schedule.microbatches} microbatches a step cannot run as one stream of steps, each of "
+            f"which ends before the next begins on another rank: use 1f1b, zb-h1 or zb-v.\n{error}"
+        ) from error
     timeline = simulate(schedule, costs)
     return Course(schedule, timeline, laid.course.feeds, period=laid.course.period), programs

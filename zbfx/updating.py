@@ -68,9 +68,10 @@ class Updating:
                 for tie in self.ties:
                     ranks = tuple(sorted({place[k] for k in tie.stages}, reverse=True))
                     if rank in ranks and not tie.on_one_rank:
-                        parts = tuple(tie.parts[k] for k in reversed(tie.stages) if place[k] == rank)
+                        mine = tuple(k for k in tie.stages if place[k] == rank)
                         target = self.target(rank, tie.name)
-                        shared.append(Shared(next(w for w in weights.weights if w.target is target), parts, ranks))
+                        weight = next(w for w in weights.weights if w.target is target)
+                        shared.append(Shared(weight, mine, tuple(tie.parts[k] for k in mine), ranks))
                 weights.shared = tuple(shared)
 
     def tensor(self, rank: int, name: str) -> torch.Tensor:
@@ -141,7 +142,8 @@ class Updating:
         for name in self._trained(rank):
             parameter = self.tensor(rank, name)
             home = first[name] if place[first[name]] == rank else -1
-            found[id(parameter)] = Weight(parameter, self.target(rank, name), home)
+            users = tuple(s.index for s in plan.stages if place[s.index] == rank and name in [s.names[i] for i in s.gparams])
+            found[id(parameter)] = Weight(parameter, self.target(rank, name), home, users)
         chain = chain_of(plan.schedule)
         stages = tuple(tuple(k for k, r in enumerate(place) if r == link) for link in chain)
         rules = Rules(len(plan.stages), stages, training.max_norm, training.checked)

@@ -151,7 +151,9 @@ def _line(instr: Instr, stages: Sequence[Stage], layouts: Layouts) -> str:
         return f"del {instr.reads[0]}"
     if instr.verb == "tie":
         return f"rank.tie({a.part}, *{instr.reads[0]}){delete}"
-    if instr.verb in ("report", "measure", "update", "collect"):
+    if instr.verb == "collect":
+        return f"rank.collect({a.part})"
+    if instr.verb in ("report", "measure", "update"):
         return f"rank.{instr.verb}({''.join(f'*{name}' for name in instr.reads)}){delete}"
     if instr.verb == "learn":
         return f"rank.learn(*{instr.reads[0] if instr.reads else 'rank.state()'}){delete}"

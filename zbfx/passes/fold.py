@@ -13,52 +13,62 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zbfx.errors import VerifyError
 from zbfx.ir import Action, Instr, Program, Stage
 from zbfx.passes.communicate import Message, expand, expanded_orders, writer_for
 from zbfx.passes.course import ONCE
 from zbfx.passes.stream import STEPS, Stream
 
 Parts = tuple[tuple[Instr, ...], tuple[Instr, ...], tuple[Instr, ...]]  # start, body, end
+_MODEL = STEPS // 2  # the step that is repeated
 _LAST = re.compile(r"\d+$")
 
 
 def fold(stream: Stream, stages: Sequence[Stage]) -> tuple[Parts, ...]:
-    """For each rank, the instructions of its first step, of every further one, and of the end. Raises VerifyError."""
+    """For each rank, the instructions of its first step, of every further one, and of the end."""
     orders = expanded_orders(stream.course, stages)
     begins = [_begins(stream, stages, r) for r in range(len(orders))]
-    m = stream.microbatches
+    posts = _Posts(orders, begins, stream.microbatches)
+    writer_for(stream.course, stages, orders, posts.note)
+    writer = writer_for(stream.course, stages, orders, posts.repeat, dict(enumerate(begins)))
+    folded = []
+    for r, order in enumerate(orders):
+        written = writer.instructions(r, order)[begins[r][_MODEL] : begins[r][_MODEL + 1]]
+        body = [_in_step(i, _MODEL, stream.microbatches) for part in written for i in part]
+        start = tuple(i for i in body if not i.back)
+        folded.append((start, tuple(body), tuple(replace(i, back=0) for i in body if i.back)))
+    return tuple(folded)
 
-    def step_of(a: Action) -> int:
-        return a.mb if a.kind in ONCE else a.mb // m
 
-    at = [{a: i for i, a in enumerate(order)} for order in orders]
+class _Posts:
+    """Where receives are posted: as for the messages of one step in the middle, so for those of every other."""
 
-    def place(message: Message, head: int) -> int:
+    def __init__(self, orders: Sequence[Sequence[Action]], begins: Sequence[Sequence[int]], microbatches: int) -> None:
+        self.begins, self.microbatches = begins, microbatches
+        self.at = [{a: i for i, a in enumerate(order)} for order in orders]
+        self.ends = [len(order) - 1 for order in orders]
+        self.noted: dict[tuple[int, Action], int] = {}
+
+    def note(self, message: Message, head: int) -> int:
         """Not before the step has begun, for a stream may end there; and before the end of the receiver's step in which it is
         sent: so no rank needs another to be a step ahead. What comes once a step stands ready at once.
         """
         r, a = message.target, message.consumer
-        begin = begins[r][step_of(a)]
-        if a.kind not in ONCE:
-            sent_in = bisect_right(begins[message.source], at[message.source][message.producer])  # counted from 1: the next step
-            return max(begin, min(head, begins[r][min(sent_in, STEPS)] - 1))
-        before = at[r].get(replace(a, mb=a.mb - 1), -1)
-        return max(begin, before + 1)
+        step = _step_of(a, self.microbatches)
+        begin = self.begins[r][step]
+        if a.kind in ONCE:
+            place = max(begin, 1 + self.at[r].get(replace(a, mb=a.mb - 1), -1))
+        else:
+            sent_in = bisect_right(self.begins[message.source], self.at[message.source][message.producer])  # counted from 1
+            place = max(begin, min(head, self.begins[r][min(sent_in, STEPS)] - 1))
+        if step == _MODEL:
+            self.noted[r, _local(a, self.microbatches)] = place - begin
+        return place
 
-    writer = writer_for(stream.course, stages, orders, place, dict(enumerate(begins)))
-    folded = []
-    for r, order in enumerate(orders):
-        written = writer.instructions(r, order)
-        body, after = (
-            [_in_step(i, t, m, step_of(i.action)) for part in written[begins[r][t] : begins[r][t + 1]] for i in part]
-            for t in (STEPS - 3, STEPS - 2)
-        )
-        if body != after:
-            raise VerifyError(f"rank {r}: the instructions of two steps of a steady stream differ")
-        start = tuple(i for i in body if not i.back)
-        folded.append((start, tuple(body), tuple(replace(i, back=0) for i in body if i.back)))
-    return tuple(folded)
+    def repeat(self, message: Message, _: int) -> int:
+        """As noted for the model's message."""
+        r, a = message.target, message.consumer
+        place = self.begins[r][_step_of(a, self.microbatches)] + self.noted[r, _local(a, self.microbatches)]
+        return min(place, self.ends[r])
 
 
 def unfolded(programs: Sequence[Program], times: int) -> tuple[list[Program], list[list[int]]]:
@@ -81,21 +91,28 @@ def _begins(stream: Stream, stages: Sequence[Stage], rank: int) -> list[int]:
     return [at[i] for i in stream.begins[rank]]
 
 
-def _in_step(instr: Instr, step: int, m: int, own: int) -> Instr:
-    """An instruction of step `own`, as it stands in the text of step `step`."""
-    a = instr.action
-    local = replace(a, mb=0 if a.kind in ONCE else a.mb % m)
+def _step_of(a: Action, m: int) -> int:
+    return a.mb if a.kind in ONCE else a.mb // m
+
+
+def _local(a: Action, m: int) -> Action:
+    """An action with its microbatch counted within its step."""
+    return replace(a, mb=0 if a.kind in ONCE else a.mb % m)
+
+
+def _in_step(instr: Instr, step: int, m: int) -> Instr:
+    """An instruction as it stands in the text of a step: its own, or one of the step before."""
     return replace(
         instr,
-        action=local,
-        reads=tuple(_local(n, m) for n in instr.reads),
-        writes=tuple(_local(n, m) for n in instr.writes),
-        frees=tuple(_local(n, m) for n in instr.frees),
-        back=step - own,
+        action=_local(instr.action, m),
+        reads=tuple(_local_name(n, m) for n in instr.reads),
+        writes=tuple(_local_name(n, m) for n in instr.writes),
+        frees=tuple(_local_name(n, m) for n in instr.frees),
+        back=step - _step_of(instr.action, m),
     )
 
 
-def _local(name: str, m: int) -> str:
+def _local_name(name: str, m: int) -> str:
     """s_0_13 -> s_0_5 where a step has 8 microbatches; what comes once a step has the step's number: u_1_4 -> u_1_0."""
     once = name[0] in "luvt"
     return _LAST.sub(lambda found: "0" if once else str(int(found[0]) % m), name)

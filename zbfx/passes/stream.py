@@ -1,13 +1,15 @@
 """Steps that never flush (PipeDream-2BW, section 3): the order of many steps as one stream, of which each step is a slice.
 
 A named schedule is asked for the order of many steps' microbatches at once. From one step's first forward to the next one's
-it repeats itself; that stretch is the body. The first step does of it what is its own, the end what is the last step's. Weights change (U) as soon as a step's gradients are complete (G), tied ones are exchanged (T) and,
-where steps are clipped or checked, the state of all is known (S, V); all of it in passing, at places where nobody waits.
+it repeats itself; that stretch is the body. The first step does of it what is its own, the end what is the last step's.
+Weights change (U) as soon as a step's gradients are complete (G), tied ones are exchanged (T) and, where steps are clipped or
+checked, the state of all is known (S, V); all of it in passing, at places where nobody waits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +19,7 @@ from zbfx.ir import Action, Cost, CostModel, Course, Schedule, Timeline
 from zbfx.passes.course import Feeds, chain_of, timed
 from zbfx.verify import verify_schedule
 
-STEPS = 6  # of the stream that is laid out: the first is the start, the last but one repeats the one before
+STEPS = 8  # of the stream that is laid out: enough for the middle ones to be alike
 Orders = list[list[Action]]
 
 
@@ -68,10 +70,11 @@ def _laid_out(raw: Schedule, m: int) -> tuple[Schedule, tuple[tuple[int, ...], .
     for rank, actions in enumerate(raw.ranks):
         at = [next(i for i, a in enumerate(actions) if a.kind == "F" and a.mb >= t * m) for t in range(STEPS)]
         body, after = ([_moved(a, -t * m) for a in actions[at[t] : at[t + 1]]] for t in (2, 3))
-        if body != after:
+        counts = {Counter((a.stage, letter) for a in body for letter in a.kind)[s, k] for s in _held(raw, rank) for k in "FBW"}
+        if body != after or counts != {m}:
             raise ScheduleError(
                 f"2bw needs an order that repeats itself every step; {raw.name} with {m} microbatches does not on rank {rank}: "
-                "use schedule='1f1b' or 'zb-h1'"
+                "use 1f1b, zb-h1 or zb-v"
             )
         _refuse_old_weights(raw, rank, body, m)
         start, end = [a for a in body if a.mb >= 0], [a for a in body if a.mb < 0]
@@ -81,13 +84,20 @@ def _laid_out(raw: Schedule, m: int) -> tuple[Schedule, tuple[tuple[int, ...], .
     return verify_schedule(schedule), tuple(begins)
 
 
+def _held(schedule: Schedule, rank: int) -> list[int]:
+    return [k for k, home in enumerate(schedule.placement) if home == rank]
+
+
 def _refuse_old_weights(schedule: Schedule, rank: int, body: Sequence[Action], m: int) -> None:
-    """A backward of two steps ago would need a third version of the weights. Microbatches are counted from the body's step on."""
-    old = [a for a in body if a.mb < -m]
+    """A backward of two steps ago would need a third version of the weights, and so may one whose microbatch's successor in the
+    next step comes before it. Microbatches are counted from the body's step on.
+    """
+    at = {a: i for i, a in enumerate(body)}
+    old = [a for a in body if a.mb < -m or (a.mb < 0 and at.get(Action(a.stage, "F", a.mb + m), len(body)) < at[a])]
     if old:
         raise ScheduleError(
             f"2bw keeps two versions of the weights, so a step needs at least as many microbatches as are under way; with "
-            f"microbatches={m}, rank {rank} of {schedule.name} runs {old[0].kind} of a microbatch of two steps ago"
+            f"microbatches={m}, rank {rank} of {schedule.name} runs {old[0].kind} of a microbatch after {m} more have begun"
         )
 
 
@@ -109,6 +119,7 @@ def _with_updates(
     starts = [[s.start for s in spans] for spans in bare.spans]
     added: list[list[tuple[int, int, Action]]] = [[] for _ in range(ranks)]  # (before this index, number, action) of each rank
     feeds: Feeds = {}
+    own = [_held(schedule, r) for r in range(ranks)]
     chain, last = chain_of(schedule), schedule.placement[-1]
 
     def put(rank: int, kind: str, step: int, time: float, least: int, part: int | None = None) -> tuple[int, float]:
@@ -128,15 +139,17 @@ def _with_updates(
             if r != last:
                 put(r, "L", t, known, begins[r][t])
         feeds[Action(last, "L", t)] = tuple(Action(r, "L", t) for r in range(ranks) if r != last)
-        complete, at = {}, {}
+        complete, at, final_g = {}, {}, {}
         for r, actions in enumerate(schedule.ranks):
-            at[r] = 1 + max(i for i, a in enumerate(actions) if a.kind in ("W", "BW") and a.mb < (t + 1) * m and a.mb >= t * m)
+            ends = [(1 + actions.index(w), s) for s in own[r] for w in _last_w(actions, s, (t + 1) * m - 1)]
+            for at[r], stage in sorted(ends):
+                put(r, "G", t, 0.0, at[r], stage)
+                final_g[r] = Action(r, "G", t, stage)
             complete[r] = bare.spans[r][at[r] - 1].end
-            put(r, "G", t, 0.0, at[r])
         for r in range(ranks):
             partners = sorted({q for group in tied if r in group for q in group} - {r})
             for q in partners:
-                feeds[Action(q, "G", t)] = (*feeds.get(Action(q, "G", t), ()), Action(r, "T", t, q))
+                feeds[final_g[q]] = (*feeds.get(final_g[q], ()), Action(r, "T", t, q))
             times = {r: complete[r], **{q: complete[q] for q in partners}}
             for q in partners:
                 at[r], _ = put(r, "T", t, times[q], at[r], q)
@@ -153,6 +166,11 @@ def _with_updates(
         for r in range(ranks):
             put(r, "U", t, 0.0, at[r])
     return (*_merged(schedule, begins, added), feeds)
+
+
+def _last_w(actions: Sequence[Action], stage: int, mb: int) -> list[Action]:
+    """The action that completes a stage's gradients of a microbatch."""
+    return [a for a in actions if a.stage == stage and a.mb == mb and a.kind in ("W", "BW")][-1:]
 
 
 def _merged(

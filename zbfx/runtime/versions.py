@@ -35,10 +35,11 @@ CORRECTIONS: dict[str, Correction] = {"taylor": taylor}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """A weight that other ranks have too. parts: what gathers its gradient, one per stage of this rank, last stage first;
-    ranks: all that have it, the highest first, which is the order in which their sums are added."""
+    """A weight that other ranks have too. parts: what gathers its gradient, one per stage (of `stages`) of this rank; ranks:
+    all that have it, the highest first, which is the order in which their sums are added."""
 
     weight: Weight
+    stages: tuple[int, ...]
     parts: tuple[Tensor, ...]
     ranks: tuple[int, ...]
 
@@ -55,6 +56,9 @@ class Versions(Weights):
         self._gradients: list[Tensor | None] = []  # of the step that is complete, one per weight
         self._sums: dict[int, dict[int, Tensor]] = {}  # of shared weights: place among `shared` -> rank -> its sum
         self._is_complete = True
+        self._collected: set[int] = set()  # stages whose gradients of the step are put aside
+        self._taken: dict[int, list[Tensor | None]] = {}  # of shared weights, per stage collected
+        self.stages = frozenset(k for w in self.weights for k in w.stages)
         self._scales: deque[float] = deque()
         self.restart()
 
@@ -91,14 +95,24 @@ class Versions(Weights):
         self._scales.append(self.scale.value)
         self._scale_of_step = self.scale.value
 
-    def collect(self) -> None:
-        """Put this rank's complete gradients aside: the next step's are on their way."""
-        self._gradients = [w.target.grad for w in self.weights]
-        for w in self.weights:
-            w.target.grad = None
-        self._sums = {i: {self.rank: _sum_of_parts(s.parts)} for i, s in enumerate(self.shared)}
-        self._settings = self._upcoming.popleft()
-        self._is_complete = False
+    def collect(self, stage: int) -> None:
+        """Put a stage's complete gradients aside: the next step's are on their way. What several stages of this rank give
+        gradients to is complete with the last of them."""
+        if not self._collected:
+            self._gradients = [None] * len(self.weights)
+            self._sums = {}
+        self._collected.add(stage)
+        done = self._collected
+        shared = {id(s.weight) for s in self.shared}
+        for i, w in enumerate(self.weights):
+            if stage in w.stages and done.issuperset(w.stages) and id(w) not in shared:
+                self._gradients[i], w.target.grad = w.target.grad, None
+        for i, s in enumerate(self.shared):
+            self._taken.setdefault(i, []).extend(_taken(part) for part, k in zip(s.parts, s.stages, strict=True) if k == stage)
+        if done.issuperset(self.stages):
+            self._sums = {i: {self.rank: _sum(parts[::-1])} for i, parts in self._taken.items()}
+            self._settings = self._upcoming.popleft()
+            self._collected, self._taken, self._is_complete = set(), {}, False
 
     def tied(self, other: int) -> tuple[Tensor, ...]:
         """This rank's sums of the weights that it shares with another."""
@@ -188,12 +202,14 @@ class Versions(Weights):
         self._kept[self.newest] = moved
 
 
-def _sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
-    """The gradients gathered by a rank's stages, added up and taken from them."""
-    first, *rest = [p.grad for p in parts if p.grad is not None]
-    total = first.contiguous() if not rest else first + rest[0]
-    for grad in rest[1:]:
-        total = total + grad
-    for part in parts:
-        part.grad = None
-    return total
+def _taken(part: Tensor) -> Tensor | None:
+    grad, part.grad = part.grad, None
+    return grad
+
+
+def _sum(grads: Sequence[Tensor | None]) -> Tensor:
+    """The gradients that a rank's stages have gathered, last stage first, added up."""
+    first, *rest = [g for g in grads if g is not None]
+    for grad in rest:
+        first = first + grad
+    return first.contiguous()

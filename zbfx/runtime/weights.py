@@ -31,11 +31,12 @@ CAUTIOUS_STEPS = 10  # post-validation waits for the full state while a step so 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A trained parameter. target: what the optimizer steps (the parameter, or its float32 master); home: the stage that its
-    norm counts for, -1 where another rank counts it."""
+    norm counts for, -1 where another rank counts it; stages: those of this rank that give it gradients."""
 
     parameter: Tensor
     target: Tensor
     home: int
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
