@@ -134,9 +134,10 @@ def point4(rows: Iterable[tuple[int, dict[str, Any]]], args: argparse.Namespace,
 
 
 def point5(rows: Iterable[tuple[int, dict[str, Any]]], args: argparse.Namespace, report: Report) -> None:
-    """Placement searched at half of p."""
+    """Placement searched at half of p: with whole Ws, and where that is not enough with Ws in two parts."""
     for i, row in rows:
-        free(i, row, 0.5, "5", FREE_HALF[i] + 0.05, args, report)
+        if not free(i, row, 0.5, "5", FREE_HALF[i] + 0.05, args, report):
+            free(i, row, 0.5, "5 (W in 2 parts)", FREE_HALF[i] + 0.05, args, report, parts=2)
 
 
 def free(
@@ -148,15 +149,18 @@ def free(
     args: argparse.Namespace,
     report: Report,
     stretch: float | None = None,
-) -> None:
-    """Placement searched over four stages a rank; `stretch` is a second, harder target."""
+    parts: int | None = None,
+) -> bool:
+    """Placement searched over four stages a rank; `stretch` is a second, harder target. Whether the first was reached."""
     costs = row_costs(row, 4, share)
-    budget = args.seconds or min(25.0, 2.0 * (row["ranks"] / 8) ** 1.65)
-    found, seconds = timed(lambda: order_anywhere(row["microbatches"], costs, w_parts=args.w_parts, seconds=budget))
+    found, seconds = timed(
+        lambda: order_anywhere(row["microbatches"], costs, w_parts=parts or args.w_parts, seconds=args.seconds)
+    )
     bubble, bound = bubbles(found, "span")
     report.line(point, f"row {i} {share}p free", bubble, target, bound, seconds, found.why.split(";")[0])
     if stretch is not None:
         report.line("4 (0.8 of ZB-V)", f"row {i}", bubble, stretch, bound, 0)
+    return bubble <= target
 
 
 def point6(args: argparse.Namespace, report: Report) -> None:

@@ -1,0 +1,66 @@
+"""Plans and priorities: known plans are whole, keys never deadlock, spare room is kept, the pace of a short run is read off."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from zbfx.ir import Cost, CostModel
+from zbfx.passes.order_decode import Rules, settled_period
+from zbfx.passes.order_dispatch import dispatch
+from zbfx.passes.order_patterns import decode, seeds
+from zbfx.passes.order_plan import mutate_plan, plain_plan, plan_keys, sample_plan, sort_words
+from zbfx.passes.order_problem import Problem, build_problem
+from zbfx.passes.order_seeds import SEEDS
+from zbfx.passes.placements import build_placement
+
+SHAPES = (("linear", 1, 2), ("v", 2, 4), ("zigzag", 4, 8))
+
+
+def problem_on(place: str, chunks: int, microbatches: int, share: float = 1.0, ranks: int = 4) -> Problem:
+    cost = Cost(10 / chunks, 10 / chunks, 7 / chunks, 12 // chunks, -7 // chunks, -(12 // chunks) - (-7 // chunks))
+    comm = tuple(tuple(0.5 * (a != b) for b in range(ranks)) for a in range(ranks))
+    costs = CostModel((cost,) * (ranks * chunks), comm, (int(share * ranks * 12),) * ranks)
+    return build_problem(build_placement(place, ranks), microbatches, costs)
+
+
+@pytest.mark.parametrize("place, chunks, legs", SHAPES)
+def test_known_plans_are_whole_and_decode(place: str, chunks: int, legs: int) -> None:
+    assert {len(x) for _, _, x in SEEDS[legs]} == {len(plain_plan(legs))}
+    problem = problem_on(place, chunks, 12)
+    spans = [decode(problem, candidate).span for candidate in seeds(problem)]
+    assert min(spans) < 1.2 * max(problem.work)
+
+
+@pytest.mark.parametrize("place, chunks, legs", SHAPES)
+def test_keys_rise_along_the_nodes(place: str, chunks: int, legs: int) -> None:
+    problem, rng = problem_on(place, chunks, 9), Random(0)
+    x = sample_plan(problem, rng)
+    for _ in range(50):
+        x = mutate_plan(problem, x, rng)
+        keys = plan_keys(problem, x)
+        assert all(a[mb] <= b[mb] for a, b in pairwise(keys) for mb in range(9))
+        words = sort_words(problem, keys)
+        assert all(
+            sorted(word) == sorted(v for v in own for _ in range(9)) for word, own in zip(words, problem.nodes, strict=True)
+        )
+
+
+@pytest.mark.parametrize("spare", [1.0, 2.0])
+def test_spare_room_is_kept_for_the_last_forward_stage(spare: float) -> None:
+    problem = problem_on("zigzag", 4, 16)
+    found = dispatch(problem, plan_keys(problem, plain_plan(8, 2.0)), Rules(fill=0.3, spare=spare), keep=True)
+    change = {0: problem.memory[0], 1: problem.memory[-1], 2: -problem.w_memory[0]}
+    for own, word in zip(problem.nodes, found.words, strict=True):
+        last = max(v for v in own if v < problem.num_stages)
+        held, done = 0.0, dict.fromkeys(own, 0)
+        for stage, kind in word:
+            held += change[kind]
+            if kind == 0 and stage != last and done[stage] > done[last]:
+                assert held + spare * problem.memory[stage] <= problem.room[problem.placement[stage]] + 1e-6
+            done[stage] = done.get(stage, 0) + (kind == 0)
+
+
+def test_settled_period() -> None:
+    assert settled_period([float(mb * mb) if mb < 5 else 25.0 + 3 * (mb - 5) for mb in range(11)], 10) == 3.0
+    assert settled_period([1.0, 2.0], 1) == 0.0
