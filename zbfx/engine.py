@@ -60,8 +60,11 @@ class Engine:
         self._hold(plan, options.ranks)
         self._ties = find_ties(plan, holdings.tensor)
         pairs = _pairs(plan, self._ties) if self.distributed else ()
+        apart = ("L", "T") if plan.weights == "2bw" else ()
         if self.distributed:
-            self._channels = [connect(self.device, pairs=pairs, dead_after=options.dead_after, timeout=options.timeout)]
+            self._channels = [
+                connect(self.device, pairs=pairs, apart=apart, dead_after=options.dead_after, timeout=options.timeout)
+            ]
         else:
             self._channels = list(Exchange(options.ranks).channels())
         self._loaded: dict[tuple[Plan, int], _Loaded] = {}
@@ -78,7 +81,7 @@ class Engine:
     def _update(self, plan: Plan, training: Training) -> Updating:
         """The optimizer, shared out; tied parameters gather what it steps."""
         channels = {r: self._channels[0] if self.distributed else self._channels[r] for r in self.local}
-        updating = Updating(plan, self.holdings, self.local, training, channels, self.device)
+        updating = Updating(plan, self.holdings, self.local, training, channels)
         first = {name: plan.schedule.placement[stage] for name, stage in plan.owners.items()}
         mine = {name: rank if rank in self.local else self.local[0] for name, rank in first.items()}
         updating.share(find_ties(plan, lambda name: updating.target(mine[name], name)))
@@ -184,6 +187,10 @@ class Engine:
         if not self._streams:
             self.flush()
             return self._run(plan, batch)
+        if self.distributed and self.device.type == "cuda":
+            raise InputError(
+                "a 2bw stream is under way, whose messages NCCL cannot tell from an evaluation's: pipe.flush() first"
+            )
         with self._consistent():
             return self._run(plan, batch)
 
@@ -284,7 +291,8 @@ class Engine:
         return total
 
     def _rank(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Rank:
-        return Rank(recorder=recorder, inputs=self._inputs(plan, rank, batch), **self._given(plan, rank))
+        prefix = "" if plan.differentiates else "evaluation "  # a stream's own messages may be under way
+        return Rank(recorder=recorder, inputs=self._inputs(plan, rank, batch), prefix=prefix, **self._given(plan, rank))
 
     def _trainer(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Trainer:
         """The rank's trainer for this plan, at the beginning of a step."""

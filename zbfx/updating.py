@@ -46,9 +46,8 @@ class Updating:
         local: Sequence[int],
         training: Training,
         channels: Mapping[int, Channel],
-        device: torch.device,
     ) -> None:
-        self.training, self._plan, self._holdings, self._device = training, plan, holdings, device
+        self.training, self._plan, self._holdings = training, plan, holdings
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._stand_ins: dict[tuple[int, int], torch.nn.Parameter] = {}
         self._make_stand_ins(local)
@@ -153,7 +152,6 @@ class Updating:
             "scale": LossScale(training.loss_scale),
             "buffers": tuple(buffers.values()),
             "finish": lambda: self._finish(rank, channel),
-            "device": self._device,
             "snapshot": ROLLBACKS[training.rollback],
         }
         args = (tuple(found.values()), self.optimizer, rules, chain.index(rank))

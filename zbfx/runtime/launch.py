@@ -65,11 +65,13 @@ def connect(
     device: torch.device | str = "cpu",
     *,
     pairs: Sequence[tuple[int, int]] = (),
+    apart: Sequence[str] = (),
     dead_after: float = 5.0,
     timeout: float = 1800.0,
     store: dist.Store | None = None,
 ) -> Channel:
-    """This process's channel: NCCL if `device` is CUDA (`pairs` then lists every (from, to) the programs use), else gloo.
+    """This process's channel: NCCL if `device` is CUDA (`pairs` then lists every (from, to) the programs use, `apart` the kinds
+    of messages that are not sent in the order in which they are posted), else gloo.
 
     All ranks call it, alike. It joins the process group that torchrun's variables describe if none exists. A rank counts as
     dead after `dead_after` seconds without a heartbeat; a live one may let others wait `timeout` seconds for a message.
@@ -85,7 +87,7 @@ def connect(
     _connected += 1
     host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and "RANK" in os.environ else -1
     options: Any = {"dead_after": dead_after, "timeout": timeout, "host": host, "alarm": _shared_alarm(), "action": _action}
-    channel = Nccl(store, device, pairs, **options) if device.type == "cuda" else Gloo(store, **options)
+    channel = Nccl(store, device, pairs, apart=apart, **options) if device.type == "cuda" else Gloo(store, **options)
     _channels.add(channel)
     return channel
 

@@ -11,6 +11,7 @@ up a compute kernel of another stream, hence CUDA_DEVICE_MAX_CONNECTIONS (`launc
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,9 +27,12 @@ from zbfx.runtime.channel import Tensors, window
 from zbfx.runtime.failures import Alarm, Failure
 from zbfx.runtime.gloo import Gloo
 
+_KIND = re.compile(r"\d+([A-Z]+)\d+")  # of a message, by its name
+
 
 class Nccl(Gloo):
-    """One rank's end. pairs: every (from rank, to rank) that the programs use, the same on all ranks.
+    """One rank's end. pairs: every (from rank, to rank) that the programs use, the same on all ranks; apart: kinds of messages
+    with a communicator of their own.
 
     What it inherits from Gloo carries small host values (`all_gather`) and the watch over the other processes.
     """
@@ -39,6 +43,7 @@ class Nccl(Gloo):
         device: torch.device,
         pairs: Sequence[tuple[int, int]],
         *,
+        apart: Sequence[str] = (),
         dead_after: float = 5.0,
         timeout: float = 1800.0,
         host: int = -1,
@@ -49,7 +54,9 @@ class Nccl(Gloo):
         self.device = device
         limit = timedelta(seconds=timeout)
         self._world = dist.new_group(backend="nccl", timeout=limit)
-        self._pairs = {pair: dist.new_group(sorted(pair), backend="nccl", timeout=limit) for pair in sorted(set(pairs))}
+        links = [(*pair, kind) for pair in sorted(set(pairs)) for kind in ("", *apart)]
+        self._pairs = {link: dist.new_group(sorted(link[:2]), backend="nccl", timeout=limit) for link in links}
+        self._apart = frozenset(apart)
         self._connect()
         self.alarm.listen(self._abort)
 
@@ -57,7 +64,7 @@ class Nccl(Gloo):
         if self._on_host(buffers):
             return super().post(name, source, buffers)
         self._open(self._posted, name, source)
-        group = self._pair(source, self.index)
+        group = self._pair(source, self.index, name)
         works = [dist.irecv(window(buffer), source, group) for buffer in buffers if buffer.numel()]
         self._works["recv", name] = buffers, works
 
@@ -65,7 +72,7 @@ class Nccl(Gloo):
         if self._on_host(tensors):
             return super().send(name, target, tensors)
         self._open(self._sending, name, target)
-        group = self._pair(self.index, target)
+        group = self._pair(self.index, target, name)
         works = [dist.isend(window(tensor), target, group) for tensor in tensors if tensor.numel()]
         self._works["sent", name] = tensors, works
 
@@ -108,7 +115,7 @@ class Nccl(Gloo):
         """Build each pair's communicator now, in one order on all ranks: built at first use, two pairs could wait for
         each other.
         """
-        for (source, target), group in self._pairs.items():
+        for (source, target, _), group in self._pairs.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
             if self.index == source:
                 dist.send(byte, target, group)
@@ -117,12 +124,14 @@ class Nccl(Gloo):
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._world)
         torch.cuda.synchronize(self.device)
 
-    def _pair(self, source: int, target: int) -> Any:
-        if (source, target) not in self._pairs:
-            raise RankError(
-                f"the channel was opened without the pair of ranks {source} -> {target}; it has {sorted(self._pairs)}"
-            )
-        return self._pairs[source, target]
+    def _pair(self, source: int, target: int, name: str) -> Any:
+        """The communicator of a message: NCCL matches what two ranks exchange by order, so what may overtake has its own."""
+        kind = _KIND.match(name)
+        link = (source, target, kind[1] if kind and kind[1] in self._apart else "")
+        if link not in self._pairs:
+            pairs = sorted({(a, b) for a, b, _ in self._pairs})
+            raise RankError(f"the channel was opened without the pair of ranks {source} -> {target}; it has {pairs}")
+        return self._pairs[link]
 
     @staticmethod
     def _on_host(tensors: Tensors) -> bool:

@@ -40,7 +40,8 @@ class Rank:
     params[stage]: what the stage's functions take first: parameters, buffers and constants, in the program's order.
     grads[stage]: for each output of the stage's W, the tensor whose `.grad` it adds to, a Sink that takes it, or None.
     inputs[stage, mb]: the stage's own input leaves for a microbatch. weights[mb]: 0-dim tensor, the tangent of its loss.
-    All of it lies on `device` and outlives the step; the recorder counts none of it.
+    All of it lies on `device` and outlives the step; the recorder counts none of it. prefix: of the names of messages, where
+    other programs' may be under way.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class Rank:
         weights: Sequence[Tensor] = (),
         device: torch.device | str = "cpu",
         recorder: Recorder | None = None,
+        prefix: str = "",
     ) -> None:
+        self.prefix = prefix
         self.index, self.channel, self.device = index, channel, torch.device(device)
         self.messages = messages
         for name, (_, _, layouts) in messages.items():
@@ -87,15 +90,15 @@ class Rank:
     def post(self, name: str) -> None:
         """Allocate the buffers of a message and announce them to its sender; returns at once."""
         source, layouts = self._message(name, 1)
-        buffers = tuple(_empty(layout, self.device) for layout in layouts)
+        buffers = tuple(_empty(layout, self.place(name)) for layout in layouts)
         self.recorder.count(buffers)
         with self.recorder.paused():
-            self.channel.post(name, source, buffers)
+            self.channel.post(self.prefix + name, source, buffers)
 
     def recv(self, name: str) -> Tensors:
         """Wait for a posted message; its tensors."""
         with self.recorder.waiting("recv"):
-            return self.channel.recv(name)
+            return self.channel.recv(self.prefix + name)
 
     def send(self, name: str, *tensors: Tensor) -> None:
         """Start sending; the channel holds the tensors until `sent`. Nobody may write into them before."""
@@ -103,12 +106,12 @@ class Rank:
         if (actual := tuple(map(_layout, tensors))) != (declared := tuple(map(_canonical, layouts))):
             raise RankError(f"message {name}: MESSAGES declares {_show(declared)}, the program sends {_show(actual)}")
         with self.recorder.paused():
-            self.channel.send(name, target, tensors)
+            self.channel.send(self.prefix + name, target, tensors)
 
     def sent(self, name: str) -> None:
         """Wait until a message has left; the channel drops its tensors."""
         with self.recorder.waiting("sent"):
-            self.channel.sent(name)
+            self.channel.sent(self.prefix + name)
 
     def loss(self, mb: int, *results: Tensor) -> Tensor | None:
         """Note what the last stage gives: a microbatch's loss (copied to `losses[mb]`, on its device), or, without weights, the
@@ -147,6 +150,10 @@ class Rank:
                 target.grad.add_(grad)
 
     # ------------------------------------------------------------ behind them
+
+    def place(self, name: str) -> torch.device:
+        """Where the buffers of a message lie."""
+        return self.device
 
     def static(self) -> list[Tensor]:
         """What exists before the step and outlives it."""

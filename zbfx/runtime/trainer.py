@@ -8,6 +8,7 @@ ahead, wrong, cautious              what an `if` of the program asks
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from zbfx.runtime.record import Recorder
 from zbfx.runtime.versions import Versions
 from zbfx.runtime.weights import Weights
 
+_STATE = re.compile(r"\d+[SV]\d+")
 Inputs = Mapping[tuple[int, int], Sequence[Any]]
 
 
@@ -43,6 +45,10 @@ class Trainer(Rank):
         self.ahead, self.wrong = self.updater.ahead, False
         self.updater.begin()
         self.step += 1
+
+    def place(self, name: str) -> torch.device:
+        """The state of gradients travels between hosts: it decides what they launch."""
+        return torch.device("cpu") if _STATE.fullmatch(name) else super().place(name)
 
     def reported_loss(self, back: int) -> Tensor:
         """The loss of the step `back` steps before the last that has begun; NaN before the first."""

@@ -32,20 +32,20 @@ class Verdict:
         return self.factor == 1.0
 
 
-def blank_table(num_stages: int, device: torch.device) -> Tensor:
-    """f64[stages, 2] of zeros: nothing known yet."""
-    return torch.zeros(num_stages, 2, dtype=torch.float64, device=device)
+def blank_table(num_stages: int) -> Tensor:
+    """f64[stages, 2] of zeros, on the host: nothing known yet."""
+    return torch.zeros(num_stages, 2, dtype=torch.float64)
 
 
-def measured_row(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+def measured_row(grads: Iterable[Tensor]) -> Tensor:
     """f64[2]: the squared norm of all the gradients, in their order, and 1 if any is not finite (the norm then leaves it out)."""
     norms = [torch.linalg.vector_norm(g.float() if g.dtype in (torch.float16, torch.bfloat16) else g).double() for g in grads]
     if not norms:
-        return torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.zeros(2, dtype=torch.float64)
     squares = torch.stack(norms).square()
     finite = torch.isfinite(squares)
     total = torch.where(finite, squares, torch.zeros_like(squares)).sum()
-    return torch.stack([total, 1.0 - finite.all().double()])
+    return torch.stack([total, 1.0 - finite.all().double()]).cpu()
 
 
 def judge(rows: Sequence[Sequence[float]], stages: Iterable[int], max_norm: float | None) -> Verdict:

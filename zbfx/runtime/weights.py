@@ -66,12 +66,10 @@ class Weights:
         scale: LossScale | None = None,
         buffers: Sequence[Tensor] = (),
         finish: Callable[[], None] | None = None,
-        device: torch.device | str = "cpu",
         snapshot: Callable[[Share, Sequence[Tensor]], Any] = Snapshot,
     ) -> None:
         self.weights, self.optimizer, self.rules, self.place = tuple(weights), optimizer, rules, place
         self.scale = scale or LossScale(None)
-        self.device = torch.device(device)
         self.share = Share(optimizer, [w.target for w in weights])
         self.ahead = False  # the last step was taken before all was known: `learn` comes in the next
         self.updates = 0
@@ -97,10 +95,10 @@ class Weights:
         self._ready()
         if not self.rules.checked:
             return ()
-        known = table[0].clone() if table else blank_table(self.rules.num_stages, self.device)
+        known = table[0].clone() if table else blank_table(self.rules.num_stages)
         for stage in self.rules.chain[self.place]:
             grads = [w.target.grad for w in self.weights if w.home == stage and w.target.grad is not None]
-            known[stage] = measured_row(grads, self.device)
+            known[stage] = measured_row(grads)
         self._table = known
         return (known,)
 
