@@ -411,16 +411,25 @@ def load(
     device: str | torch.device | None = None,
     init: Init | None = None,
     shared: Sequence[str] = (),
+    optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = None,
+    loss_scale: float | str | None = None,
+    rollback: str = "exact",
+    masters: bool = False,
+    correction: str | None = None,
     dead_after: float = 5.0,
     timeout: float = 1800.0,
 ) -> Pipeline:
     """A Pipeline that runs the rank files of a plan folder (`plan.save`), as they are on disk, on a model of the same make.
 
-    loss is needed again only to compile for other input shapes or to evaluate. dead_after, timeout: see compile. Raises
-    PlanError, also where the model's parameters have other shapes.
+    loss is needed again only to compile for other input shapes or to evaluate. optimizer and what belongs to it is not in the
+    folder: give a plan that updates weights the same as when it was compiled. dead_after, timeout: see compile. Raises PlanError, also where the model's parameters have other shapes.
     """
     plan = load_plan(Path(folder))
     _refuse_other_shapes(plan, model, str(folder))
+    if (optimizer is None) != (not plan.weights):
+        has = f"updates weights ({plan.weights})" if plan.weights else "does not update weights"
+        raise PlanError(f"{folder}: the plan {has}: pass {'an' if plan.weights else 'no'} optimizer= to zbfx.load")
     where = place()
     distributed = where is not None and where.size > 1
     options = Options(
@@ -432,6 +441,7 @@ def load(
         (),
         plan.reduction,
         _device(model, device or plan.device.type, distributed),
+        training=_training(optimizer, plan.weights or "synchronous", max_norm, loss_scale, rollback, masters, correction),
         dead_after=dead_after,
         timeout=timeout,
     )

@@ -12,7 +12,7 @@ import torch
 from zbfx.codegen.folder import Folder, read_folder, write_folder
 from zbfx.codegen.folder import field as read_field
 from zbfx.errors import PlanError
-from zbfx.ir import CostModel, Program, Schedule, Solution, Stage, Timeline, Value
+from zbfx.ir import WEIGHTS, CostModel, Program, Schedule, Solution, Stage, Timeline, Value
 from zbfx.passes.simulate import simulate
 from zbfx.text import (
     costs_from_json,
@@ -102,6 +102,8 @@ class Plan:
             "microbatches": self.microbatches,
             "reduction": self.reduction,
             "training": self.training,
+            "weights": self.weights,
+            "period": self.period,
             "stages": [
                 {
                     "parameters": list(s.names),
@@ -171,6 +173,8 @@ def load_plan(folder: Path) -> Plan:
         content.constants,
         tuple(read_field(data, "static_bytes", list, where)),
         (Value("loss", _dtype(read_field(data, "loss", str, where), where), (), ()),),
+        weights=_weights(data.get("weights", ""), where),
+        period=float(data.get("period", 0.0)),
         parameter_shapes={n: tuple(shape) for n, shape in read_field(data, "parameter_shapes", dict, where).items()},
         solution=_solution(parse_fields(content.schedule, "schedule.json"), schedule, costs, timeline),
     )
@@ -196,6 +200,12 @@ def _solution(fields: Mapping[str, Any], schedule: Schedule, costs: CostModel, t
         read_field(fields, "why", str, where),
         float(read_field(fields, "seconds", (int, float), where)),
     )
+
+
+def _weights(mode: Any, where: str) -> str:
+    if mode not in ("", *WEIGHTS):
+        raise PlanError(f"{where}: weights={mode!r} is none of {', '.join(WEIGHTS)}")
+    return str(mode)
 
 
 def _dtype(name: str, where: str) -> torch.dtype:

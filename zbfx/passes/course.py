@@ -59,7 +59,7 @@ def post_validation(schedule: Schedule, costs: CostModel, *, update: Sequence[fl
     timeline = timed(schedule, orders, costs, feeds, update=update, free=free)
     ends = [spans[-1].end if spans else 0.0 for spans in timeline.spans]
     period = max((b - a for a, b in zip(free, ends, strict=True)), default=0.0)
-    return Course(schedule, timeline, feeds, repeated, period)
+    return Course(schedule, _from_zero(timeline), feeds, repeated, period)
 
 
 def chain_of(schedule: Schedule) -> list[int]:
@@ -173,11 +173,15 @@ def _before_validation(
 
 
 def _timeline(spans: Sequence[Sequence[Span]], peak: tuple[int, ...]) -> Timeline:
-    """From the first start on, over all actions, those of the weights included."""
+    """Over all actions, those of the weights included."""
     busy = [rank for rank in spans if rank]
-    zero = min((rank[0].start for rank in busy), default=0.0)
-    moved = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in rank) for rank in spans)
     span = max((rank[-1].end - rank[0].start for rank in busy), default=0.0)
-    makespan = max((rank[-1].end for rank in busy), default=0.0) - zero
+    makespan = max((rank[-1].end for rank in busy), default=0.0) - min((rank[0].start for rank in busy), default=0.0)
     work = max((sum(s.end - s.start for s in rank) for rank in busy), default=0.0)
-    return Timeline(moved, span, makespan, bubble(span, work), bubble(makespan, work), peak)
+    return Timeline(tuple(map(tuple, spans)), span, makespan, bubble(span, work), bubble(makespan, work), peak)
+
+
+def _from_zero(timeline: Timeline) -> Timeline:
+    zero = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
+    spans = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in rank) for rank in timeline.spans)
+    return replace(timeline, spans=spans)
