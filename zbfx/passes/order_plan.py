@@ -90,6 +90,9 @@ def sample_plan(problem: Problem, rng: Random) -> tuple[float, ...]:
     pace = rng.choice((0.33, 0.4, 0.5, 0.4 / chunks))
     quick = spare / (1 - pace)
     late = quick * rng.choice((1, 1, 1, 0.5, 0.2, 0))
+    if rng.random() < 0.3:  # the first and the last microbatches quicker as a whole
+        start, end = ((rng.uniform(0, 0.5 * problem.num_ranks), rng.uniform(0.2, 0.7)) for _ in range(2))
+        return (1.0, *hops, *turns, *start, *end, *start, *end)
     more = [
         n for _ in range(2) for n in (rng.choice((0, 0, rng.uniform(0, problem.num_ranks))), rng.choice((1 / chunks, 0.4, 0.5)))
     ]
@@ -97,15 +100,29 @@ def sample_plan(problem: Problem, rng: Random) -> tuple[float, ...]:
 
 
 def mutate_plan(problem: Problem, x: Sequence[float], rng: Random) -> tuple[float, ...]:
-    """The plan with some of its numbers moved a little."""
-    legs, scale, rate = count_legs(problem), rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
+    """The plan with some of its numbers moved a little, or its start or end made quicker or slower for F and B alike."""
+    legs, y = count_legs(problem), list(x)
+    if rng.random() < 0.25:
+        _hurry(problem, y, 2 * legs + rng.choice((0, 2)), rng)
+        if rng.random() < 0.6:
+            return tuple(y)
+    scale, rate = rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
     spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1) + [3.0, 0.1] * 4
     least = [0.5] + [0.3] * legs + [0.0] * (legs - 1) + [0.0, 0.05] * 4
-    y = list(x)
     for k in range(len(y)):
         if rng.random() < rate:
             y[k] = max(least[k], y[k] + rng.gauss(0, spread[k]) * scale)
     return tuple(y)
+
+
+def _hurry(problem: Problem, y: list[float], k: int, rng: Random) -> None:
+    """Lets the microbatches of the start (k: the place of its first pair) or of the end go through at another pace as a whole."""
+    if rng.random() < 0.4:
+        count, pace = rng.uniform(0, 0.5 * problem.num_ranks), rng.uniform(0.2, 0.7)
+    else:
+        count, pace = y[k] + rng.gauss(0, 1) * rng.choice((1, 0.3)), y[k + 1] + rng.gauss(0, 0.05)
+    y[k] = y[k + 4] = max(0.0, count)
+    y[k + 1] = y[k + 5] = max(0.05, pace)
 
 
 def is_scarce(problem: Problem) -> bool:

@@ -58,7 +58,7 @@ def order_auto(
     merged, merged_costs, size = merge_blocks(placement, costs)
     problem = build_problem(merged, microbatches, merged_costs, parts=w_parts)
     bounds = lower_bounds(problem)
-    search = _Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem.num_ranks) if seconds is None else seconds))
+    search = Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem.num_ranks) if seconds is None else seconds))
     family, outcome = search.run()
     schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
     refuse_over_budget(schedule, costs)
@@ -97,7 +97,7 @@ def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
     return problem
 
 
-class _Search:
+class Search:
     """State of one search: the short and the full problem, the budget left, the population (best first), the best in full."""
 
     def __init__(self, problem: Problem, objective: str, bounds: Bounds, seed: int, budget: float) -> None:
