@@ -137,7 +137,8 @@ def finish_plan(
     running = _running(stages, schedule, options.device)
     if any(s.parts for s in running):
         history.append(("w_parts", running))
-    predicted = format_prediction(timeline, solution)
+    without_barrier = options.training is not None and options.training.weights != "synchronous"
+    predicted = format_prediction(timeline, solution, course.period if without_barrier else None)
     programs = tuple(_with_source(p, running, schedule, predicted, options, costs) for p in programs)
     history.append(("codegen", programs))
     return Plan(

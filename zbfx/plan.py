@@ -82,6 +82,11 @@ class Plan:
         """True for a training step, False for forward only."""
         return any(s.gparams for s in self.stages)
 
+    @property
+    def has_no_barrier(self) -> bool:
+        """Whether a step begins on one rank while the last one still runs on another."""
+        return self.weights not in ("", "synchronous")
+
     def save(self, folder: str | Path) -> Path:
         """Write the plan folder: plan.json, schedule.json, schedule.csv, rank_*.py and, if there are any, constants.safetensors.
 
@@ -132,9 +137,11 @@ class Plan:
 
     def __str__(self) -> str:
         peak = max((p.peak for p in self.programs), default=0)
+        predicted = format_prediction(self.timeline, self.solution, self.period if self.has_no_barrier else None)
+        weights = f", {self.weights} weights" if self.weights else ""
         return (
             f"Plan: {len(self.stages)} stages on {len(self.programs)} ranks, {self.schedule.name}, {self.microbatches} "
-            f"microbatches; predicted {format_prediction(self.timeline, self.solution)}, peak {format_bytes(peak)} of activations"
+            f"microbatches{weights}; predicted {predicted}, peak {format_bytes(peak)} of activations"
         )
 
 

@@ -77,8 +77,12 @@ def format_bytes(count: int) -> str:
     return f"{sign}{size} B"
 
 
-def format_prediction(timeline: Timeline, solution: Solution | None = None) -> str:
-    """`bubble 3.1%`; of a searched schedule also how near to the optimum it is known to be."""
+def format_prediction(timeline: Timeline, solution: Solution | None = None, period: float | None = None) -> str:
+    """`bubble 3.1%`; of a searched schedule also how near to the optimum it is known to be. period: seconds from one step to
+    the next, where that is less than the makespan because steps reach into one another."""
+    if period:
+        work = max((sum(s.end - s.start for s in rank) for rank in timeline.spans), default=0.0)
+        return f"bubble {max(0.0, 1 - work / period):.1%} from step to step"
     if solution is None:
         return f"bubble {timeline.bubble_makespan:.1%}"
     kind = "" if solution.objective == "makespan" else " without a barrier"
