@@ -19,6 +19,7 @@ from zbfx.passes.simulate import action_seconds, bubble, count_parts, hop_second
 from zbfx.verify import dependencies
 
 ONCE = "SVULGT"  # kinds of what a rank does once a step
+_LONGEST_WARM_UP = 64  # steps after which every rank should take as long as the others
 Orders = Sequence[Sequence[Action]]
 Feeds = dict[Action, tuple[Action, ...]]
 
@@ -60,6 +61,20 @@ def post_validation(schedule: Schedule, costs: CostModel, *, update: Sequence[fl
     ends = [spans[-1].end if spans else 0.0 for spans in timeline.spans]
     period = max((b - a for a, b in zip(free, ends, strict=True)), default=0.0)
     return Course(schedule, _from_zero(timeline), feeds, repeated, period)
+
+
+def _settled(
+    schedule: Schedule, orders: Orders, costs: CostModel, feeds: Feeds, update: Sequence[float], timeline: Timeline
+) -> float:
+    """Seconds from a step to the next, once every rank takes as many: what a first step leaves early on one rank is used up."""
+    before = [0.0] * len(orders)
+    for _ in range(_LONGEST_WARM_UP):
+        ends = [spans[-1].end if spans else 0.0 for spans in timeline.spans]
+        steps = [b - a for a, b in zip(before, ends, strict=True)]
+        if max(steps) - min(steps) <= 1e-9 * max(steps):
+            break
+        before, timeline = ends, timed(schedule, orders, costs, feeds, update=update, free=ends)
+    return max(steps, default=0.0)
 
 
 def chain_of(schedule: Schedule) -> list[int]:
@@ -185,3 +200,9 @@ def _from_zero(timeline: Timeline) -> Timeline:
     zero = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
     spans = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in rank) for rank in timeline.spans)
     return replace(timeline, spans=spans)
+
+
+def _from_zero(timeline: Timeline) -> Timeline:
+    """The same, from the first start on."""
+    zero = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
+    return replace(timeline, spans=tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in r) for r in timeline.spans))
