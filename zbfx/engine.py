@@ -114,13 +114,12 @@ class Engine:
         """One step of every local rank; the loss, on every rank."""
         if not plan.differentiates:
             return self._loss(plan, self._evaluated(plan, batch))
-        if self._last_plan is not plan:
-            self.flush()
+        owed = None if self._last_plan is plan else self.flush()
         refuse_lost_hooks(self.holdings)
         ranks = self._run(plan, batch)
         self.steps += 1
         if self.updating is not None:
-            return self._reported(ranks, 1 if plan.weights == "2bw" else 0)
+            return self._reported(ranks, 1 if plan.weights == "2bw" else 0) if owed is None else owed
         run_hooks(self._trained(plan))
         return self._loss(plan, ranks)
 

@@ -197,11 +197,13 @@ class Pipeline:
     # ------------------------------------------------------------ training and evaluation
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """One step over a batch: forward and backward of every microbatch, gradients added to the parameters' `.grad`.
+        """One step over a batch: forward and backward of every microbatch, gradients added to the parameters' `.grad`; with
+        `optimizer=`, the weights are updated in their place.
 
         Returns the loss (0-dim, detached) on every rank: the mean (or sum) over microbatches. The batch is cut along dimension 0;
         it must divide by `microbatches`. New input shapes are compiled for on sight. Raises InputError before anything
-        ran, RankError if a rank failed.
+        ran, RankError if a rank failed. 2bw: the loss is that of the step before (NaN at the first), for this batch's last
+        microbatches are still on their way; `flush` returns the last one's.
         """
         batch = self._read(args, kwargs, target)
         plan = self._plan_for(batch, forward_only=False)
