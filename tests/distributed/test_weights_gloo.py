@@ -1,0 +1,22 @@
+"""When weights change, over gloo: `python -m tests.distributed.weights_modes RANKS` runs the whole table; here are some rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed import weights_modes
+from zbfx.runtime import run_processes
+
+STEPS, MICROBATCHES = 31, 5  # up to and beyond a step that must be taken back
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Post-validation rolls back and ends with one process's bits; 2BW is its equation, of two versions at any time."""
+    rows = [("post-validation", "adamw", "zb-v", 4), ("post-validation", "momentum", "zb-h2", 4), ("2bw", "momentum", "zb-v", 4)]
+    weights_modes.write_results(tmp_path, rows, STEPS, MICROBATCHES)
+    results = run_processes(weights_modes.table, 2, (str(tmp_path), rows, STEPS, MICROBATCHES))
+    assert [(i, key, found["wrong"]) for i, r in enumerate(results) for key, found in r.items() if found["wrong"]] == []
+    late, blocks, stream = ([r[key] for r in results] for key in results[0])
+    assert all(e["clipped"] and e["skipped"] and e["repeats"] for each in (late, blocks) for e in each)
+    assert [e["rollbacks"] for e in late] == [1, 0] and [e["rollbacks"] for e in blocks] == [2, 0]
+    assert [max(e["alive"]) for e in stream] == [2, 2] and [set(e["alive"][2:]) for e in stream] == [{2}, {2}]
