@@ -13,13 +13,15 @@ from zbfx.plan import Plan
 from zbfx.runtime import Channel
 
 
-def run_hooks(parameters: Sequence[torch.Tensor]) -> None:
-    """Call every `register_post_accumulate_grad_hook` of parameters that have a gradient, once."""
+def run_hooks(parameters: Sequence[torch.Tensor], target: torch.Tensor | None = None) -> None:
+    """Call every `register_post_accumulate_grad_hook` of parameters that have a gradient, once. target: what has a parameter's
+    gradient in its place (its float32 master, say), and is given to the hook."""
     for parameter in parameters:
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks and parameter.grad is not None:
+        has_grad = parameter if target is None else target
+        if hooks and has_grad.grad is not None:
             for hook in list(hooks.values()):
-                hook(parameter)
+                hook(has_grad)
 
 
 def refuse_lost_hooks(holdings: Holdings) -> None:

@@ -376,6 +376,8 @@ class Pipeline:
         """Copy values into the parameters and buffers this process holds; `state` may hold more. Raises InputError."""
         self.flush()
         self._held().load_state_dict(state)
+        if self._engine is not None and self._engine.updating is not None:
+            self._engine.updating.take_values()
 
     def _held(self) -> Holdings:
         if self._holdings.is_partial and self._engine is None:

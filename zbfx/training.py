@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from zbfx.errors import InputError
 from zbfx.ir import WEIGHTS
@@ -48,6 +49,8 @@ class Training:
                 raise InputError(f"{name}={value!r}: choose one of {', '.join(map(repr, known))}")
         if self.max_norm is not None and not self.max_norm > 0:
             raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or None not to clip")
+        if self.rollback != "exact" and self.weights != "post-validation":
+            raise InputError(f"rollback={self.rollback!r}: with weights={self.weights!r} no step is ever taken back")
         if self.correction is not None and self.weights != "2bw":
             raise InputError(f"correction={self.correction!r} corrects 2BW's delay; weights={self.weights!r} has none")
         LossScale(self.loss_scale)
@@ -95,11 +98,11 @@ def resident_bytes(
         return Resident(parameters, sum(p.nbytes for p in gradients), others=others)
     grads = sum(_stepped_bytes(p, training) for p in gradients)
     masters = sum(4 * p.numel() for p in trained if training.has_master(p.dtype))
-    state = sum(state_bytes(training, p) for p in trained)
+    state = sum(state_bytes(training, p)[0] for p in trained)
     versions = sum(p.nbytes for p in trained) if training.weights == "2bw" else 0
     late = sum(_stepped_bytes(p, training) for p in trained) if training.weights == "2bw" and training.checked else 0
     kept = training.validates and training.rollback == "exact"
-    rollback = state + sum(_stepped_bytes(p, training) for p in trained) if kept else 0
+    rollback = state + sum(_stepped_bytes(p, training) * (1 + state_bytes(training, p)[1]) for p in trained) if kept else 0
     return Resident(parameters + versions, grads + late, masters, state, rollback, others)
 
 
@@ -107,11 +110,12 @@ def _stepped_bytes(parameter: torch.Tensor, training: Training) -> int:
     return 4 * parameter.numel() if training.has_master(parameter.dtype) else parameter.nbytes
 
 
-_known: dict[tuple[Any, ...], int] = {}
+_known: dict[tuple[Any, ...], tuple[int, bool]] = {}
 
 
-def state_bytes(training: Training, parameter: torch.Tensor) -> int:
-    """Bytes of what the user's optimizer keeps for a parameter, found by a step of it on a blank one of the same shape."""
+def state_bytes(training: Training, parameter: torch.Tensor) -> tuple[int, bool]:
+    """Bytes of what the user's optimizer keeps for a parameter, and whether it writes into the gradient: found by a step of it
+    on a blank parameter of the same shape."""
     dtype = torch.float32 if training.has_master(parameter.dtype) else parameter.dtype
     key = (training.optimizer, tuple(parameter.shape), dtype)
     if key not in _known:
@@ -119,10 +123,11 @@ def state_bytes(training: Training, parameter: torch.Tensor) -> int:
     return _known[key]
 
 
-def _probed(training: Training, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _probed(training: Training, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, bool]:
     for device in ("meta", "cpu"):  # some optimizers read numbers off their parameters, which meta tensors have none of
         blank = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         blank.grad = torch.zeros_like(blank)
+        before = blank.grad._version
         try:
             optimizer = training.optimizer([blank])
             optimizer.step()
@@ -133,5 +138,6 @@ def _probed(training: Training, shape: tuple[int, ...], dtype: torch.dtype) -> i
                     f"{type(error).__name__}: {error}"
                 ) from error
             continue
-        return sum(v.nbytes for v in optimizer.state[blank].values() if isinstance(v, torch.Tensor))
-    return 0
+        kept = pytree.tree_leaves(dict(optimizer.state.get(blank, {})))
+        return sum(v.nbytes for v in kept if isinstance(v, torch.Tensor)), blank.grad._version != before
+    return 0, False

@@ -15,6 +15,7 @@ from zbfx.holdings import Holdings
 from zbfx.passes.course import chain_of
 from zbfx.plan import Plan
 from zbfx.runtime import Channel
+from zbfx.runtime.inverse import refuse_without_inverse
 from zbfx.runtime.verdict import LossScale
 from zbfx.runtime.versions import CORRECTIONS, Shared, Versions
 from zbfx.runtime.weights import Rules, Weight, Weights
@@ -50,6 +51,7 @@ class Updating:
         self.training, self._plan, self._holdings = training, plan, holdings
         self._masters: dict[int, torch.nn.Parameter] = {}
         self._stand_ins: dict[tuple[int, int], torch.nn.Parameter] = {}
+        self._names: dict[int, list[str]] = {}  # of each rank's weights
         self._make_stand_ins(local)
         if training.masters:
             self._make_masters(local)
@@ -82,6 +84,15 @@ class Updating:
         """What gathers a parameter's gradient and is stepped: the parameter itself, or its float32 master."""
         found = self.tensor(rank, name)
         return self._masters.get(id(found), found)
+
+    def take_values(self) -> None:
+        """The parameters have new values: what is made of them follows."""
+        with torch.no_grad():
+            for rank, weights in self.ranks.items():
+                for weight, name in zip(weights.weights, self._names[rank], strict=True):
+                    for copy in (weight.parameter, weight.target):
+                        if copy is not self._holdings.tensor(name):
+                            copy.copy_(self._holdings.tensor(name))
 
     def progress(self) -> Progress:
         """Of the steps that are validated: all ranks say the same but for rollbacks, which are summed over this process's."""
@@ -123,9 +134,12 @@ class Updating:
         trained = {id(self._holdings.tensor(name)) for rank in local for name in self._trained(rank)}
         mine = [p for _, p in self._holdings.named_parameters() if id(p) in trained]
         targets = [self._masters.get(id(p), p) for p in mine]
-        optimizer = self.training.optimizer(targets)
+        nothing = [torch.nn.Parameter(torch.empty(0, device=self._holdings.device))]  # a rank may hold frozen parameters alone
+        optimizer = self.training.optimizer(targets or nothing)
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"optimizer= gave a {type(optimizer).__name__}; it must give a torch.optim.Optimizer")
+        if self.training.rollback == "inverse":
+            refuse_without_inverse(optimizer)
         for (_, original), copy in self._stand_ins.items():
             first = next(t for p, t in zip(mine, targets, strict=True) if id(p) == original)
             group = next((g for g in optimizer.param_groups if any(p is first for p in g["params"])), None)
@@ -137,9 +151,10 @@ class Updating:
         plan, training = self._plan, self.training
         place = plan.schedule.placement
         first = {s.names[i]: s.index for s in reversed(plan.stages) for i in s.gparams}
-        found = {}
+        found, self._names[rank] = {}, []
         for name in self._trained(rank):
             parameter = self.tensor(rank, name)
+            self._names[rank] += [] if id(parameter) in found else [name]
             home = first[name] if place[first[name]] == rank else -1
             users = tuple(s.index for s in plan.stages if place[s.index] == rank and name in [s.names[i] for i in s.gparams])
             found[id(parameter)] = Weight(parameter, self.target(rank, name), home, users)
@@ -164,4 +179,5 @@ class Updating:
         if self.training.weights != "2bw":  # whose ties travel while the next step is under way
             many = len(self._plan.programs) > 1
             sum_ties(self.ties, self._plan, (rank,), channel if many else None, lambda name: self.target(rank, name))
-        run_hooks([w.target for w in self.ranks[rank].weights])
+        for weight, name in zip(self.ranks[rank].weights, self._names[rank], strict=True):
+            run_hooks([self._holdings.tensor(name)], weight.target)

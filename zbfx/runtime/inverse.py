@@ -11,18 +11,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zbfx.errors import InputError
 from zbfx.runtime.share import Share
 
 
+def refuse_without_inverse(optimizer: Optimizer) -> None:
+    """Raises InputError for an optimizer whose step cannot be solved for what it was applied to."""
+    _inverse_of(optimizer)
+    for group in optimizer.param_groups:
+        if group.get("nesterov"):
+            raise InputError(_refusal("SGD with nesterov=True"))
+        if group.get("amsgrad"):
+            raise InputError(_refusal("amsgrad=True, which forgets what it was"))
+        if 0 in group.get("betas", ()):
+            raise InputError(_refusal(f"betas={group['betas']}: a moment times 0 is lost"))
+
+
 class Inverse:
-    """Stands in for a Snapshot: notes nothing but each parameter's settings."""
+    """Stands in for a Snapshot: notes nothing but which parameters step for the first time."""
 
     def __init__(self, share: Share, parameters: Sequence[Tensor]) -> None:
         self._share, self._parameters = share, [p for p in parameters if p.grad is not None]
         self._undo = _inverse_of(share.whole)
+        refuse_without_inverse(share.whole)
         self._new = {id(p) for p in parameters if not any(isinstance(v, Tensor) for v in share.state(p).values())}
+
+    def stepped(self) -> None:
+        """The step is taken."""
+        if self._share.spoils:
+            raise InputError(_refusal("an optimizer that writes into the gradients (foreach=True with maximize=True does)"))
 
     def restore(self) -> None:
         """Take the step back."""
@@ -35,21 +54,21 @@ class Inverse:
                     state.pop(parameter, None)
 
 
-def _inverse_of(optimizer: torch.optim.Optimizer) -> Any:
+def _inverse_of(optimizer: Optimizer) -> Any:
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
         return _undo_adam
     if type(optimizer) is torch.optim.SGD:
         return _undo_sgd
-    raise InputError(
-        f'rollback="inverse" knows the inverse of SGD, Adam and AdamW, not of {type(optimizer).__name__}: use rollback="exact"'
-    )
+    raise InputError(_refusal(f"{type(optimizer).__name__}; it knows those of SGD, Adam and AdamW"))
+
+
+def _refusal(what: str) -> str:
+    return f'rollback="inverse" has no inverse of {what}: use rollback="exact"'
 
 
 def _undo_sgd(parameter: Tensor, grad: Tensor, state: dict[str, Any], given: Mapping[str, Any], is_new: bool) -> None:
     """p' = p - lr b', b' = mu b + (1 - damp) (g + wd p): solved for p, then for b. A first step's b' is g + wd p itself."""
     lr, mu, decay = float(given["lr"]), given["momentum"], given["weight_decay"]
-    if given["nesterov"]:
-        raise InputError('rollback="inverse" has no inverse of SGD with nesterov: use rollback="exact"')
     sign = -1.0 if given["maximize"] else 1.0
     if mu == 0:
         parameter.add_(grad, alpha=sign * lr).div_(1 - lr * decay)
@@ -63,8 +82,6 @@ def _undo_sgd(parameter: Tensor, grad: Tensor, state: dict[str, Any], given: Map
 def _undo_adam(parameter: Tensor, grad: Tensor, state: dict[str, Any], given: Mapping[str, Any], is_new: bool) -> None:
     """p' = (1 - lr wd) p - lr m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps), then the moments by their own recurrences."""
     (b1, b2), lr, decay = given["betas"], float(given["lr"]), given["weight_decay"]
-    if given["amsgrad"]:
-        raise InputError('rollback="inverse" has no inverse of amsgrad, which forgets: use rollback="exact"')
     grad = -grad if given["maximize"] else grad
     step = float(state["step"])
     m, v = state["exp_avg"], state["exp_avg_sq"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 Settings = Sequence[Mapping[str, Any]]
 
@@ -24,6 +25,7 @@ class Share:
         self.whole = whole
         self._wanted = {id(p) for p in parameters}
         self.last: Settings = ()  # what the last step was taken with
+        self.spoils = True  # whether a step writes into the gradients, as far as is known
         self._part: Optimizer = object.__new__(type(whole))
         self._part.__dict__.update(whole.__dict__)
         self._part.__dict__.pop("step", None)  # a learning-rate scheduler has put its own wrapper there
@@ -39,8 +41,10 @@ class Share:
         if groups:
             self._part.state = self.whole.state
             self._part.param_groups = groups
+            grads = [(p.grad, p.grad._version) for group in groups for p in group["params"] if p.grad is not None]
             with torch.no_grad():
                 self._part.step()
+            self.spoils = any(grad._version != before for grad, before in grads)
         self.whole._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at, to warn
 
     def settings(self, parameter: Tensor) -> Mapping[str, Any]:
@@ -54,15 +58,24 @@ class Share:
 
 
 class Snapshot:
-    """Parameters and their optimizer state before a step that may have to be taken back, bit for bit."""
+    """Parameters and their optimizer state before a step that may have to be taken back, bit for bit; and their gradients, where
+    the optimizer writes into them."""
 
     def __init__(self, share: Share, parameters: Sequence[Tensor]) -> None:
         self._share = share
         self._values = [(p, p.detach().clone(), {k: _copied(v) for k, v in share.state(p).items()}) for p in parameters]
+        self._grads = [(p.grad, p.grad.clone()) for p in parameters if p.grad is not None] if share.spoils else []
+
+    def stepped(self) -> None:
+        """The step is taken: gradients that it left alone need no copy."""
+        if not self._share.spoils:
+            self._grads = []
 
     def restore(self) -> None:
         """Put everything back."""
         state = self._share.whole.state
+        for grad, value in self._grads:
+            grad.copy_(value)
         for parameter, value, kept in self._values:
             with torch.no_grad():
                 parameter.copy_(value)
@@ -73,4 +86,5 @@ class Snapshot:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    """Its own tensors, and its own lists and dicts around them."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)

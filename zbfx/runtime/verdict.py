@@ -16,7 +16,7 @@ from torch import Tensor
 from zbfx.errors import InputError
 
 GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000  # of a dynamic loss scale: torch.amp.GradScaler's defaults
-FIRST_SCALE = 2.0**16
+FIRST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**127  # beyond it, float32 has infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +81,4 @@ class LossScale:
         if skipped:
             self.value *= BACKOFF
         elif self.good_steps == INTERVAL:
-            self.value, self.good_steps = self.value * GROWTH, 0
+            self.value, self.good_steps = min(self.value * GROWTH, LARGEST_SCALE), 0

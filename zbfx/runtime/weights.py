@@ -164,6 +164,7 @@ class Weights:
         elif guess == 1.0:
             self._snapshot = self._take_snapshot(self.share, [w.target for w in self.weights])
             self._apply(1.0)
+            self._snapshot.stepped()
 
     def _mend(self, final: Verdict) -> None:
         """Take the last step back, and again, if it was taken on the wrong factor."""
