@@ -125,26 +125,41 @@ def differing(ours: Run, theirs: Run) -> list[str]:
 
 
 def double_buffered(
-    of: nn.Module, optimizer: MakeOptimizer, steps: int, microbatches: int
-) -> tuple[list[Tensor], list[Tensor], Any]:
-    """PipeDream-2BW's equation in one process: W(t+1) = W(t) - lr * f(gradient at W(t-1)). Losses, parameters, optimizer."""
+    of: nn.Module, optimizer: MakeOptimizer, steps: int, microbatches: int, *, max_norm: float | None = None, faults: str = ""
+) -> tuple[list[Tensor], list[Tensor], torch.optim.Optimizer]:
+    """PipeDream-2BW's equation in one process: W(t+1) = W(t) - lr * f(gradient at W(t-1)). Losses, parameters, optimizer.
+
+    max_norm: clip as torch does, skip what is not finite; the batches are then those with strong and infinite steps.
+    """
     parameters = list(of.parameters())
     opt = optimizer(parameters)
     old = [p.detach().clone() for p in parameters]
     losses = []
     for step in range(steps):
         new = [p.detach().clone() for p in parameters]
-        for p, value in zip(parameters, old, strict=True):
-            p.data.copy_(value)
+        put(parameters, old)
         total = torch.zeros(())
-        for x, y in zip(*(t.chunk(microbatches) for t in batch(step, microbatches, quiet=True)), strict=True):
+        for x, y in zip(*(t.chunk(microbatches) for t in batch(step, microbatches, quiet=max_norm is None)), strict=True):
             loss = nn.functional.mse_loss(of(x), y) / microbatches
             loss.backward()
             total = total + loss.detach()
         losses.append(total)
-        for p, value in zip(parameters, new, strict=True):
-            p.data.copy_(value)
-        opt.step()
+        put(parameters, new)
+        if faults and step in INFINITE:
+            dict(of.named_parameters())[faults].grad[0] = torch.inf  # type: ignore[index]
+        if max_norm is None or clip(parameters, max_norm).isfinite():
+            opt.step()
         opt.zero_grad()
         old = new
     return losses, [p.detach().clone() for p in parameters], opt
+
+
+def put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Give parameters their values."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+
+
+def clip(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    """torch's own, in one process."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -158,7 +158,8 @@ def _line(instr: Instr, stages: Sequence[Stage], layouts: Layouts) -> str:
     if instr.verb == "learn":
         return f"rank.learn(*{instr.reads[0] if instr.reads else 'rank.state()'}){delete}"
     if instr.verb == "loss":
-        call = f"rank.loss({a.mb}, *{instr.reads[0]})"
+        back = f", back={instr.back}" if instr.back else ""
+        call = f"rank.loss({a.mb}, *{instr.reads[0]}{back})"
         return (f"{instr.writes[0]} = [{call}]" if instr.writes else call) + delete
     return _call(instr, stages[a.stage], delete)
 

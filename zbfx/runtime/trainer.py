@@ -75,11 +75,11 @@ class Trainer(Rank):
             return super().inputs(stage, mb)
         return tuple(look_up(self._before, (stage, mb), f"inputs of stage {stage} for microbatch {mb} of the step before"))
 
-    def loss(self, mb: int, *results: Tensor) -> Tensor | None:
-        """As Rank's, with the tangent brought to the loss's scale."""
+    def loss(self, mb: int, *results: Tensor, back: int = 0) -> Tensor | None:
+        """As Rank's, with the tangent brought to the loss's scale, as it was in the microbatch's own step."""
         weight = super().loss(mb, *results)
         with self.recorder.paused():
-            return None if weight is None else self.updater.scaled(weight)
+            return None if weight is None else self.updater.scaled(weight, back)
 
     def report(self, *loss: Tensor) -> None:
         """The step's loss: received, or, where the last stage is, the sum of its microbatches' in order."""

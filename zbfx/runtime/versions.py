@@ -60,6 +60,7 @@ class Versions(Weights):
         self._taken: dict[int, list[Tensor | None]] = {}  # of shared weights, per stage collected
         self.stages = frozenset(k for w in self.weights for k in w.stages)
         self._scales: deque[float] = deque()
+        self._recent_scales = (1.0, 1.0)  # of the step that has begun last, and of the one before
         self.restart()
 
     def restart(self) -> None:
@@ -93,7 +94,7 @@ class Versions(Weights):
         super().begin()
         self.step += 1
         self._scales.append(self.scale.value)
-        self._scale_of_step = self.scale.value
+        self._recent_scales = (self.scale.value, self._recent_scales[0])
 
     def collect(self, stage: int) -> None:
         """Put a stage's complete gradients aside: the next step's are on their way. What several stages of this rank give
@@ -142,8 +143,9 @@ class Versions(Weights):
             self._apply(factor)
         self._gradients = []
 
-    def scaled(self, weight: Tensor) -> Tensor:
-        return weight if self._scale_of_step == 1.0 else weight * self._scale_of_step
+    def scaled(self, weight: Tensor, back: int = 0) -> Tensor:
+        scale = self._recent_scales[back]
+        return weight if scale == 1.0 else weight * scale
 
     # ------------------------------------------------------------ behind them
 

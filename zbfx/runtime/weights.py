@@ -143,8 +143,8 @@ class Weights:
             raise RankError("no state is measured yet: `state` needs a `measure` before it")
         return (self._table,)
 
-    def scaled(self, weight: Tensor) -> Tensor:
-        """The tangent of a loss, brought to the loss's scale."""
+    def scaled(self, weight: Tensor, back: int = 0) -> Tensor:
+        """The tangent of a loss, brought to the loss's scale, `back` steps ago."""
         return weight if self.scale.value == 1.0 else weight * self.scale.value
 
     # ------------------------------------------------------------ behind them

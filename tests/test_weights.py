@@ -1,0 +1,94 @@
+"""Weights in time, in one process: post-validation is synchronous to the bit, 2BW is its equation; with all that models bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import modes
+from tests.modes import MAX_NORM, OPTIMIZERS, Run, differing, double_buffered, same, train, unlike
+
+FAULTS = "4.0.weight"  # of a middle stage: the ranks before it in the chain cannot know
+STEPS = 31  # beyond the first step that must be taken back
+CHECKED: dict[str, Any] = {"max_norm": MAX_NORM, "faults": FAULTS}
+
+
+def bitwise(run: Run, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether a run has a reference's losses and parameters, these in the model's order."""
+    ours = list(run.values.values())
+    return all(map(same, run.losses, losses)) and len(ours) == len(parameters) and all(map(same, ours, parameters))
+
+
+# ---------------------------------------------------------------- the modes
+
+
+def test_post_validation_is_synchronous_to_the_bit() -> None:
+    """Clipped steps, infinite gradients, dropout: ranks that could not know roll back, and first forwards run again."""
+    wanted = train(modes.model(), OPTIMIZERS["adamw"], STEPS, schedule="zb-h1", **CHECKED)
+    assert wanted.progress.rollbacks == wanted.progress.repeats == 0
+    assert wanted.progress.clipped and wanted.progress.skipped == 3
+    given: dict[str, dict[str, Any]] = {"zb-h1": {}, "zb-v": {"ranks": 2}, "1f1b": {"ranks": 2}, "gpipe": {"ranks": 1}}
+    rollbacks = {}
+    for schedule, options in given.items():
+        run = train(modes.model(), OPTIMIZERS["adamw"], STEPS, schedule=schedule, weights="post-validation", **CHECKED, **options)
+        assert differing(run, wanted) == [], schedule
+        assert (run.progress.clipped, run.progress.skipped) == (wanted.progress.clipped, 3)
+        rollbacks[schedule] = run.progress.rollbacks
+    # step 4: the norm of the last stage exceeds the limit. Step 29: the fault is in stage 2. Other ranks have stepped by then.
+    assert rollbacks == {"zb-h1": 3 + 2, "zb-v": 0 + 1, "1f1b": 1 + 1, "gpipe": 0}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_2bw_is_its_equation(optimizer: str) -> None:
+    """With a B/W split and without, on four ranks, two and one: the same bits as one process, of two versions at any time."""
+    of = modes.model(dropout=0.0)
+    losses, parameters, _ = double_buffered(of, OPTIMIZERS[optimizer], 12, 4)
+    rows: dict[str, tuple[tuple[str, int], ...]] = {
+        "sgd": (("1f1b", 4), ("zb-v", 2)),
+        "momentum": (("zb-h1", 4), ("1f1b", 2)),
+        "adamw": (("zb-h1", 2), ("zb-h1", 1)),
+    }
+    for schedule, ranks in rows[optimizer]:
+        run = train(
+            modes.model(dropout=0.0), OPTIMIZERS[optimizer], 12, weights="2bw", schedule=schedule, ranks=ranks, quiet=True
+        )
+        assert bitwise(run, losses, parameters), (schedule, ranks)
+        assert max(run.alive) == 2 and set(run.alive[2:]) == {2}
+
+
+def test_2bw_clips_and_skips_alike_on_any_ranks() -> None:
+    """Clipped and skipped late, as torch would in one process; the scale of the loss halves for all ranks at the same step."""
+    options: dict[str, Any] = {"weights": "2bw", "faults": FAULTS, "max_norm": MAX_NORM}
+    wanted = train(modes.model(), OPTIMIZERS["momentum"], STEPS, schedule="zb-h1", **options)
+    assert wanted.progress.clipped and wanted.progress.skipped == 3
+    for schedule, ranks, scale in (("zb-v", 2, "dynamic"), ("1f1b", 4, "dynamic"), ("zb-h1", 1, 1024.0)):
+        run = train(modes.model(), OPTIMIZERS["momentum"], STEPS, schedule=schedule, ranks=ranks, loss_scale=scale, **options)
+        assert differing(run, wanted) == [], schedule
+        assert run.progress.loss_scale == (2.0**13 if scale == "dynamic" else 1024.0)
+    _, parameters, _ = double_buffered(modes.model(dropout=0.0), OPTIMIZERS["momentum"], STEPS, 4, **CHECKED)
+    run = train(modes.model(dropout=0.0), OPTIMIZERS["momentum"], STEPS, schedule="zb-h1", **options)
+    for ours, theirs in zip(run.values.values(), parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["synchronous", "post-validation"])
+def test_a_dynamic_scale_changes_no_bit(weights: str) -> None:
+    """Powers of two: the weights are those of the unscaled run, and the scale has halved with every infinite step."""
+    plain = train(modes.model(), OPTIMIZERS["adamw"], 16, faults=FAULTS, loss_scale=1.0)
+    run = train(modes.model(), OPTIMIZERS["adamw"], 16, faults=FAULTS, loss_scale="dynamic", weights=weights)
+    assert differing(run, plain) == []
+    assert run.progress.skipped == 2 and run.progress.loss_scale == 2.0**14
+
+
+def test_the_correction_of_the_delay_changes_the_weights_and_only_where_asked() -> None:
+    plain, corrected = (
+        train(modes.model(dropout=0.0), OPTIMIZERS["sgd"], 8, weights="2bw", quiet=True, ranks=2, correction=c)
+        for c in (None, "taylor")
+    )
+    assert unlike(plain.values, corrected.values) == sorted(plain.values)
+    assert all(map(same, plain.losses[:3], corrected.losses[:3]))  # the weights have not moved before
+    assert all(v.isfinite().all() for v in corrected.values.values())
