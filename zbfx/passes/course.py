@@ -162,7 +162,8 @@ def _latency(costs: CostModel, source: int, target: int) -> float:
 def _before_validation(
     schedule: Schedule, timeline: Timeline, arrivals: Mapping[int, float], chain: Sequence[int]
 ) -> tuple[int, ...]:
-    """How many of each rank's first forwards come before the validation: those that start before it arrives.
+    """How many of each rank's first forwards come before the validation: those that start before it arrives, or so soon after
+    that a little delay would make the rank wait.
 
     Never what depends on the chain's end, which validates before it does anything, nor on a forward that comes after its own
     rank's validation: the messages of what is run again must be those of what was run.
@@ -171,7 +172,8 @@ def _before_validation(
     counts = [0] * len(timeline.spans)
     for r, spans in enumerate(timeline.spans):
         for span in spans:
-            if span.action.kind != "F" or span.action.stage >= end or span.start >= arrivals[r]:
+            soon = arrivals[r] + (span.end - span.start) / 2
+            if span.action.kind != "F" or span.action.stage >= end or span.start >= soon:
                 break
             counts[r] += 1
     changed = True

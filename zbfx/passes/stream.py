@@ -19,6 +19,7 @@ from zbfx.ir import Action, Cost, CostModel, Course, Schedule, Timeline
 from zbfx.passes.course import Feeds, chain_of, timed
 from zbfx.verify import verify_schedule
 
+_SLACK = 0.5  # of an action: by so much a message of the weights may be late, and still nobody waits for it
 STEPS = 8  # of the stream that is laid out: enough for the middle ones to be alike
 Orders = list[list[Action]]
 
@@ -113,7 +114,9 @@ def _with_updates(
     checked: bool,
     tied: Sequence[Sequence[int]],
 ) -> tuple[Orders, tuple[tuple[int, ...], ...], Feeds]:
-    """Puts L, G, T, S, V and U where what they wait for has arrived, in unit time, at the latest before the step after next."""
+    """Puts L, G, T, S, V and U where what they wait for has been there for a while, in unit time, at the latest before the
+    step after next.
+    """
     bare = timed(schedule, schedule.ranks, unit, {})
     ranks = len(schedule.ranks)
     starts = [[s.start for s in spans] for spans in bare.spans]
@@ -137,7 +140,7 @@ def _with_updates(
         put(last, "L", t, 0.0, loss_at)
         for r in range(ranks):
             if r != last:
-                put(r, "L", t, known, begins[r][t])
+                put(r, "L", t, known + _SLACK, begins[r][t])
         feeds[Action(last, "L", t)] = tuple(Action(r, "L", t) for r in range(ranks) if r != last)
         complete, at, final_g = {}, {}, {}
         for r, actions in enumerate(schedule.ranks):
@@ -152,15 +155,18 @@ def _with_updates(
                 feeds[final_g[q]] = (*feeds.get(final_g[q], ()), Action(r, "T", t, q))
             times = {r: complete[r], **{q: complete[q] for q in partners}}
             for q in partners:
-                at[r], _ = put(r, "T", t, times[q], at[r], q)
+                at[r], _ = put(r, "T", t, times[q] + _SLACK, at[r], q)
             complete[r] = max(times.values())
         if checked:
             moment = 0.0
             for a in chain:
                 moment = max(moment, complete[a])
                 at[a], moment = put(a, "S", t, moment, at[a])
+                moment += _SLACK
+            moment -= _SLACK  # its end has the state already
             for a in reversed(chain):
                 at[a], moment = put(a, "V", t, moment, at[a])
+                moment += _SLACK
             feeds |= {Action(a, "S", t): (Action(b, "S", t),) for a, b in pairwise(chain)}
             feeds |= {Action(b, "V", t): (Action(a, "V", t),) for a, b in pairwise(chain)}
         for r in range(ranks):

@@ -1,0 +1,212 @@
+"""What the optimizer's barrier costs, and what is left of it: python benchmarks/barrier.py [--ranks 4,8] [--seconds 0.04].
+
+Real processes, real messages over gloo, real optimizer steps; only the stages' compute is a timed sleep, so that more ranks
+than cores run without disturbing one another. T_F = T_B = T_W, 4 microbatches a rank. For each schedule and way of changing
+weights: seconds from step to step (median, after warm-up) beside the simulator's period for the same costs.
+
+Exits 1 unless post-validation and 2bw are within 3 % of the simulator's period, and below the synchronous step of the same
+schedule by what the simulator predicts, give or take 3 % of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+import zbfx
+from zbfx.runtime import Channel, run_processes
+from zbfx.trace.estimate import DEVICES
+
+BOUND = 0.03
+# (schedule, weights): the synchronous rows are what the others of the same schedule are compared with.
+ROWS = (
+    ("zb-h2", "synchronous"),
+    ("zb-h2", "post-validation"),
+    ("zb-h1", "synchronous"),
+    ("zb-h1", "post-validation"),
+    ("zb-h1", "2bw"),
+    ("1f1b", "synchronous"),
+    ("1f1b", "2bw"),
+)
+WIDTH = 64
+
+
+# ---------------------------------------------------------------- y = x * w, whose three halves sleep
+
+
+@torch.library.custom_op("zbfx_barrier::forward", mutates_args=())
+def slow_forward(x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    """F."""
+    time.sleep(seconds)
+    return x * w
+
+
+@torch.library.custom_op("zbfx_barrier::grad_input", mutates_args=())
+def slow_grad_input(g: Tensor, w: Tensor, seconds: float) -> Tensor:
+    """B."""
+    time.sleep(seconds)
+    return g * w
+
+
+@torch.library.custom_op("zbfx_barrier::grad_weight", mutates_args=())
+def slow_grad_weight(g: Tensor, x: Tensor, seconds: float) -> Tensor:
+    """W."""
+    time.sleep(seconds)
+    return (g * x).sum(0)
+
+
+@slow_forward.register_fake
+def _(x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@slow_grad_input.register_fake
+def _(g: Tensor, w: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(g)
+
+
+@slow_grad_weight.register_fake
+def _(g: Tensor, x: Tensor, seconds: float) -> Tensor:
+    return g.new_empty(g.shape[1:])
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, w, ctx.seconds = inputs
+    ctx.save_for_backward(x, w)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    x, w = ctx.saved_tensors
+    g = g.contiguous()
+    return slow_grad_input(g, w, ctx.seconds), slow_grad_weight(g, x, ctx.seconds), None
+
+
+slow_forward.register_autograd(_backward, setup_context=_keep)
+
+
+def _flops(*args: Any, **_: Any) -> float:
+    """What the compiler's estimate divides by the device's speed to get the seconds slept."""
+    return float(args[2] * DEVICES["cpu"].flops)
+
+
+for _op in (torch.ops.zbfx_barrier.forward, torch.ops.zbfx_barrier.grad_input, torch.ops.zbfx_barrier.grad_weight):
+    if _op not in flop_registry:
+        register_flop_formula(_op, get_raw=True)(_flops)
+
+
+class Layer(nn.Module):
+    """One stage's work."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.zbfx_barrier.forward(x, self.weight, self.seconds)
+
+
+class First(nn.Module):
+    """Makes the first layer's input need a gradient, so that its stage has as much to do as any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+# ---------------------------------------------------------------- measure
+
+
+def measure_rows(channel: Channel, rows: list[tuple[str, str]], seconds: float, steps: int) -> list[dict[str, Any]]:
+    """In each process: all rows, one after another."""
+    return [measure(channel, *row, seconds, steps) for row in rows]
+
+
+def measure(channel: Channel, schedule: str, weights: str, seconds: float, steps: int) -> dict[str, Any]:
+    """Train, and note when each step returned."""
+    ranks = channel.size
+    torch.manual_seed(0)
+    model = nn.Sequential(First(), *(Layer(seconds) for _ in range(ranks)))
+    m = 4 * ranks
+    batch, target = torch.randn(m, WIDTH), torch.randn(m, WIDTH)
+    pipe = zbfx.compile(
+        model,
+        ranks,
+        example_inputs=(batch,),
+        example_target=target,
+        loss=nn.functional.mse_loss,
+        microbatches=m,
+        schedule=schedule,
+        cuts=[str(i) for i in range(2, ranks + 1)],
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9),
+        weights=weights,
+        max_norm=1e6,  # checked at every step, never reached
+    )
+    ends = []
+    for _ in range(steps):
+        pipe.step(batch, target=target)
+        ends.append(time.perf_counter())
+    pipe.flush()
+    progress = pipe.progress
+    found = {
+        "period": statistics.median(b - a for a, b in zip(ends[2:-1], ends[3:], strict=True)),
+        "predicted": pipe.plan.period,
+        "costs": [[c.F, c.B, c.W] for c in pipe.plan.costs.stages],
+        "steps": progress.steps,
+        "clipped": progress.clipped + progress.skipped + progress.rollbacks,
+    }
+    pipe.close()
+    return found
+
+
+def main() -> int:
+    """Measure every row, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="4,8", help="numbers of processes (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.04, help="T of F, of B and of W (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run, two of them warm-up (default: %(default)s)")
+    parser.add_argument("--only", help="rows with one of these schedules or weights, such as zb-h2,2bw")
+    args = parser.parse_args()
+    missed = 0
+    print("ranks  schedule  weights           measured  simulated    off   below synchronous: measured  simulated")
+    for ranks in map(int, args.ranks.split(",")):
+        base: dict[str, tuple[float, float]] = {}
+        rows = [row for row in ROWS if not args.only or set(args.only.split(",")) & set(row)]
+        results = run_processes(measure_rows, ranks, (rows, args.seconds, args.steps))
+        for (schedule, weights), *found in zip(rows, *results, strict=True):
+            missed += report(ranks, schedule, weights, found, base)
+    return 1 if missed else 0
+
+
+def report(ranks: int, schedule: str, weights: str, results: list[dict[str, Any]], base: dict[str, tuple[float, float]]) -> bool:
+    """Print a row; True if it misses a bound."""
+    first = results[0]
+    measured, predicted = max(r["period"] for r in results), first["predicted"]
+    if first["clipped"]:
+        raise SystemExit("a step was clipped, skipped or taken back: there is nothing to measure")
+    off = measured / predicted - 1
+    row = f"{ranks:5}  {schedule:8}  {weights:15}  {measured:7.3f} s  {predicted:7.3f} s  {off:+6.1%}"
+    if weights == "synchronous":
+        base[schedule] = measured, predicted
+        print(row, flush=True)
+        return False
+    miss = abs(off) > BOUND
+    if schedule in base:
+        saved, expected = base[schedule][0] - measured, base[schedule][1] - predicted
+        miss |= abs(saved - expected) > BOUND * predicted
+        row += f"   {saved:26.3f} s  {expected:7.3f} s"
+    print(row + ("  MISSED" if miss else ""), flush=True)
+    return miss
+
+
+if __name__ == "__main__":
+    sys.exit(main())
