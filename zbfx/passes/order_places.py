@@ -14,7 +14,7 @@ from zbfx.passes.order_search import default_seconds, order_auto
 from zbfx.passes.placements import build_placement
 
 _SHAPES = (("linear", 1), ("v", 2), ("zigzag", 4), ("interleaved", 2), ("interleaved", 4))
-_BRIEF = 0.15  # share of the budget for the first look: known plans, and a few drawn at random
+_BRIEF = 0.3  # share of the budget for the first look: known plans, and a few drawn at random
 _FULL = 2  # placements that get the whole budget
 
 
@@ -39,7 +39,7 @@ def order_anywhere(
     seed: int = 0,
 ) -> Solution:
     """The best schedule over the candidate placements; `why` lists what each of them gave. Links and limits are those of
-    `costs`. seconds: the budget of one placement's search (default: by the number of ranks); all take about three times it."""
+    `costs`. seconds: the budget of one placement's search (default: by the number of ranks); all take up to four times it."""
     ranks = len(costs.limit)
     places = candidate_placements(len(costs.stages), ranks)
     if not places:

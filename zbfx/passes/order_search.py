@@ -30,7 +30,7 @@ OBJECTIVES = ("span", "makespan")
 _POPULATION = 8
 # Shares of the budget up to which known candidates are tried, others are drawn at random, and the best are varied; then come
 # the best in full.
-_KNOWN, _FRESH, _VARIED = 0.6, 0.15, 0.92
+_KNOWN, _FRESH, _VARIED = 0.8, 0.15, 0.92
 _MANY_RANKS = 32
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
@@ -113,7 +113,7 @@ class Search:
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
-        for candidate in fixed_candidates(self.short) + seeds(self.short):
+        for candidate in seeds(self.short) + fixed_candidates(self.short):
             if self.spent < _KNOWN * self.budget or not self.population:
                 self.try_one(candidate)
         while self.spent < _FRESH * self.budget and not self.reached():
