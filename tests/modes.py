@@ -81,11 +81,19 @@ def train(of: nn.Module, optimizer: MakeOptimizer, steps: int, *, faults: str = 
     """Steps 0, 1, ... with an optimizer; faults: the parameter whose gradient is infinite now and then."""
     pipe = pipeline(of, optimizer=optimizer, **options)
     inject(dict(pipe.named_parameters()), faults)
+    return drive(pipe, steps, quiet=quiet)
+
+
+def drive(pipe: zbfx.Pipeline, steps: int, *, quiet: bool = True, between: Callable[[int], Any] | None = None) -> Run:
+    """Steps 0, 1, ... and a flush; between: what to do after each."""
     losses, alive = [], []
     for step in range(steps):
         x, y = batch(step, pipe.plan.microbatches, quiet=quiet)
-        losses.append(pipe.step(x, target=y))
+        dtype = next(pipe.parameters()).dtype
+        losses.append(pipe.step(x.to(dtype), target=y.to(dtype)))
         alive.append(versions_alive(pipe))
+        if between is not None:
+            between(step)
     last = pipe.flush()
     losses = [*losses[1:], last] if last is not None else losses
     values = {name: value.clone() for name, value in pipe.state_dict().items()}

@@ -33,7 +33,8 @@ def make_programs(
     if training is not None and training.weights == "2bw":
         return _streams(schedule, repeated, stages, costs, training, profiles, messages)
     course = _course(schedule, costs, training)
-    instrs = communicate(course, stages)
+    shared = [r for r in range(len(schedule.ranks)) if training is not None and tied_names(stages, schedule.placement, r)]
+    instrs = communicate(course, stages, shared)
     programs = tuple(allocate(r, i, stages, profiles, messages, validation(i)) for r, i in enumerate(instrs))
     verify_programs(programs)
     return course, programs

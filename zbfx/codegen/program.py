@@ -152,7 +152,7 @@ def _line(instr: Instr, stages: Sequence[Stage], layouts: Layouts) -> str:
     if instr.verb == "tie":
         return f"rank.tie({a.part}, *{instr.reads[0]}){delete}"
     if instr.verb == "collect":
-        return f"rank.collect({a.part})"
+        return f"rank.collect({'' if a.part is None else a.part})"
     if instr.verb in ("report", "measure", "update"):
         return f"rank.{instr.verb}({''.join(f'*{name}' for name in instr.reads)}){delete}"
     if instr.verb == "learn":

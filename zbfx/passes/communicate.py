@@ -31,10 +31,13 @@ class Message:
 Place = Callable[[Message, int], int]  # a message, the last place of its receive's post by number -> the place, in its order
 
 
-def communicate(course: Course, stages: Sequence[Stage]) -> tuple[tuple[Instr, ...], ...]:
-    """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish."""
+def communicate(course: Course, stages: Sequence[Stage], shared: Collection[int] = ()) -> tuple[tuple[Instr, ...], ...]:
+    """Instructions of every rank: post, recv, compute, loss, send, sent. BW becomes B, then W; empty functions vanish.
+
+    shared: ranks that exchange gradients of shared parameters as soon as these are complete, before they wait for any state.
+    """
     orders = expanded_orders(course, stages)
-    writer = writer_for(course, stages, orders, lambda _, head: head)
+    writer = writer_for(course, stages, orders, lambda _, head: head, shared=shared)
     return tuple(tuple(i for part in writer.instructions(r, order) for i in part) for r, order in enumerate(orders))
 
 
@@ -49,12 +52,13 @@ def writer_for(
     orders: Sequence[Sequence[Action]],
     place: Place,
     late: Mapping[int, Collection[int]] | None = None,
+    shared: Collection[int] = (),
 ) -> Writer:
-    """Messages and posts of a course; late: see Writer."""
+    """Messages and posts of a course; late, shared: see Writer."""
     messages = _messages(course, stages, orders)
     posts = _place_posts(orders, messages, _numbers(course, stages), place)
     early = {a for order, n in zip(orders, course.repeated, strict=False) for a in order[:n]}
-    return Writer(course.schedule, stages, messages, posts, early, bool(course.repeated), late)
+    return Writer(course.schedule, stages, messages, posts, early, bool(course.repeated), late, shared)
 
 
 def validation(instrs: Sequence[Instr]) -> tuple[Instr, ...]:
@@ -146,7 +150,7 @@ def _place_posts(
 
 class Writer:
     """Writes each rank's instructions. early: the forwards that run again where a validation finds wrong weights. late, in a
-    stream: per rank, the places in its order before which it awaits what it has sent once a step."""
+    stream: per rank, the places in its order before which it awaits what it has sent once a step. shared: see communicate."""
 
     def __init__(
         self,
@@ -157,9 +161,10 @@ class Writer:
         early: set[Action],
         validates: bool,
         late: Mapping[int, Collection[int]] | None = None,
+        shared: Collection[int] = (),
     ) -> None:
         self.schedule, self.stages, self.posts, self.early, self.validates = schedule, stages, posts, early, validates
-        self.messages, self.late = messages, late
+        self.messages, self.late, self.shared = messages, late, shared
         self.into = {m.consumer: m for m in messages}
         self.out: dict[Action, list[Message]] = {}
         for m in messages:
@@ -186,6 +191,8 @@ class Writer:
             if a.kind == "U" and self.validates:
                 instrs += self._validated(Action(rank, "V", 0), "cautious")
             instrs += self._posts(a)
+            if a.kind == "S" and rank in self.shared:
+                instrs.append(Instr("collect", a))
             wanted = _as_consumer(a)
             if wanted in self.into and a.kind != "W":
                 instrs.append(Instr("recv", wanted, writes=(_received(a),), peer=self.into[wanted].source))

@@ -98,10 +98,10 @@ class Trainer(Rank):
             raise RankError("no loss is known yet: `result` needs a `report` before it")
         return (self.reported[-1],)
 
-    def collect(self, stage: int) -> None:
-        """A step's gradients of a stage are complete, while the next step's are on their way."""
+    def collect(self, stage: int | None = None) -> None:
+        """A step's gradients are complete: all of them, or, while the next step's are on their way, a stage's."""
         with self.recorder.paused(), torch.no_grad():
-            self._versions().collect(stage)
+            self.updater.collect(stage)
 
     def tied(self, other: int) -> Tensors:
         """This rank's gradients of the weights it shares with another, to send."""

@@ -96,12 +96,14 @@ class Versions(Weights):
         self._scales.append(self.scale.value)
         self._recent_scales = (self.scale.value, self._recent_scales[0])
 
-    def collect(self, stage: int) -> None:
+    def collect(self, stage: int | None = None) -> None:
         """Put a stage's complete gradients aside: the next step's are on their way. What several stages of this rank give
         gradients to is complete with the last of them."""
         if not self._collected:
             self._gradients = [None] * len(self.weights)
             self._sums = {}
+        if stage is None:
+            raise RankError("two versions of the weights: `collect` needs the stage whose gradients are complete")
         self._collected.add(stage)
         done = self._collected
         shared = {id(s.weight) for s in self.shared}

@@ -90,6 +90,10 @@ class Weights:
         self._upcoming.append(settings_of(self.optimizer))
         self._kept_buffers = [b.clone() for b in self._buffers] if self.ahead else []
 
+    def collect(self, stage: int | None = None) -> None:
+        """The gradients are complete, before `measure` if that has to wait: exchange the shared ones, bring all to scale."""
+        self._ready()
+
     def measure(self, *table: Tensor) -> tuple[Tensor, ...]:
         """The gradients are complete: bring them to scale; the table of what is known with this rank's stages filled in."""
         self._ready()
@@ -179,6 +183,8 @@ class Weights:
 
     def _ready(self) -> None:
         """Once per step: what completes the gradients, and their scale."""
+        if not self._upcoming:
+            return
         if self._finish is not None:
             self._finish()
         self._settings = self._upcoming.popleft()
