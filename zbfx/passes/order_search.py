@@ -32,6 +32,7 @@ _POPULATION = 8
 # the best in full.
 _KNOWN, _FRESH, _VARIED = 0.8, 0.15, 0.92
 _MANY_RANKS = 32
+_DECODINGS, _LETTER = 500, 2.5  # where the budget is for so many decodings, of so many microseconds a letter, all are in full
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
 Scored = tuple[tuple[float, float], Candidate]
@@ -102,7 +103,8 @@ class Search:
 
     def __init__(self, problem: Problem, objective: str, bounds: Bounds, seed: int, budget: float) -> None:
         self.full, self.objective, self.rng, self.budget = problem, objective, Random(seed), budget
-        self.short = _shorten(problem, objective, bounds)
+        enough = len(problem.rank) * problem.microbatches * _DECODINGS * _LETTER <= budget
+        self.short = problem if enough else _shorten(problem, objective, bounds)
         self.more = problem.microbatches - self.short.microbatches
         self.period = max(problem.work) / problem.microbatches
         self.bound = lower_bounds(self.short).of(objective) + self.more * self.period
