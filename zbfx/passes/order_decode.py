@@ -23,9 +23,8 @@ class Rules:
     rank has no F left. ahead_f, ahead_b: `follow` may pull a ready F (only before the first B, or always) or B into a gap.
     guard: `follow` keeps room for the oldest microbatch. lead, patience, w_first: `dispatch` waits for an action that is more
     urgent by `lead` seconds of key if it comes within patience * the other's time; frees memory by a W if the F held
-    back is more urgent by `w_first`;
-    keeps room for `spare` activations free for the last F stage of a rank: where all stages fill the memory to the brim, each of
-    the first Bs has to come back before the F that the next B needs can run.
+    back is more urgent by `w_first`; keeps room for `spare` activations for the last F stage of a rank (where the other stages
+    may fill the memory to the brim, each of the first Bs has to come back before the F that the next B needs can run).
     """
 
     fill: float = 0.6

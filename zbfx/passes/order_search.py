@@ -1,8 +1,8 @@
 """The automatic scheduler: the order of F, B and W with the smallest bubble that keeps every rank within its limit.
 
-Candidates of several families (order_patterns) are decoded on a shorter problem of 2.25 microbatches a rank, for what a pattern
-loses at its start and end does not depend on how long it goes on. The best are varied, and those that remain are decoded
-in full.
+Candidates of several families (order_patterns) are decoded: first those known to do well elsewhere (order_seeds), then some at
+random; the best are varied. Where decoding in full is dear, a shorter problem of 3 microbatches a rank stands for it: what a
+pattern loses at its start and end does not depend on how long it goes on, and what it loses in between is read off its pace.
 The search stops at the lower bound or when its budget of work (counted, not timed) is spent: the same input gives the same
 schedule.
 """
