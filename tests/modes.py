@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import zbfx
 from zbfx.runtime.versions import Versions
@@ -111,8 +112,9 @@ def optimizer_state(pipe: zbfx.Pipeline) -> dict[str, Tensor]:
     found = {}
     for name, parameter in pipe.named_parameters():
         for key, value in pipe.optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                found[f"{name}:{key}"] = value.clone() if isinstance(value, Tensor) else torch.tensor(value)
+            for i, leaf in enumerate(pytree.tree_leaves(value)):
+                if leaf is not None:
+                    found[f"{name}:{key}" + f".{i}" * bool(i)] = leaf.clone() if isinstance(leaf, Tensor) else torch.tensor(leaf)
     return found
 
 

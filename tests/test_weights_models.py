@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests import modes
-from tests.modes import OPTIMIZERS, WIDTH, Run, batch, differing, drive, inject, pipeline, put, same
+from tests.modes import OPTIMIZERS, WIDTH, Run, batch, differing, drive, inject, pipeline, put, same, unlike
 
 STEPS, M = 12, 4
 MODES = ("synchronous", "post-validation", "2bw")
@@ -195,3 +195,82 @@ def test_late_steps_use_their_own_rate(optimizer: modes.MakeOptimizer) -> None:
     rate = slower(pipe.optimizer)
     run = drive(pipe, 6, between=lambda _: rate.step())
     assert bitwise(run, reference(modes.model(dropout=0.0), optimizer, 6, delayed=True, schedule=slower))
+
+
+# ---------------------------------------------------------------- between steps
+
+
+def normed() -> nn.Sequential:
+    """Batch norm in every block, whose statistics a forward changes, and dropout."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        blocks = [(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
+        return nn.Sequential(*[part for block in blocks for part in block], nn.Linear(WIDTH, WIDTH))
+
+
+def look(pipe: zbfx.Pipeline) -> list[dict[str, Tensor]]:
+    """Evaluates, predicts and reads the state; the state dicts."""
+    x, y = batch(99, M)
+    states = [{n: v.clone() for n, v in pipe.state_dict().items()}]
+    first = pipe.eval_step(x, target=y)
+    assert pipe.predict(x).shape == x.shape
+    assert same(first, pipe.eval_step(x, target=y))
+    states.append({n: v.clone() for n, v in pipe.state_dict().items()})
+    return states
+
+
+def test_redone_forwards_leave_the_buffers_of_synchronous_steps() -> None:
+    """Statistics of batch norm are updated once per step, though forwards ran twice; looking in between changes nothing, in
+    post-validation where it validates the step early, nor in 2BW, where it sees the weights of one version."""
+    runs = {}
+    for weights in ("synchronous", "post-validation", "2bw", "2bw, looked at"):
+        mode = weights.split(",")[0]
+        pipe = pipeline(normed(), optimizer=OPTIMIZERS["momentum"], weights=mode, max_norm=1e9, schedule="zb-h1", ranks=4)
+        inject(dict(pipe.named_parameters()), "8.weight", at=(3, 15))
+        states: list[list[dict[str, Tensor]]] = []
+
+        def between(step: int, pipe: zbfx.Pipeline = pipe, states: list[list[dict[str, Tensor]]] = states) -> None:
+            states.append(look(pipe) if step in (1, 5) else [])
+
+        runs[weights] = drive(pipe, 17, between=None if weights in ("synchronous", "2bw") else between)
+        assert all(not entry or unlike(*entry) == [] for entry in states)
+    late = runs["post-validation"]
+    assert differing(late, runs["synchronous"]) == [] and late.progress.repeats == 2 and late.progress.rollbacks >= 2
+    assert late.values["1.num_batches_tracked"] == 17 * M
+    assert differing(runs["2bw, looked at"], runs["2bw"]) == []
+
+
+@pytest.mark.parametrize("weights", MODES)
+def test_other_shapes_and_flushes_in_between(weights: str) -> None:
+    """A batch of another size, and a flush, end a stream; no loss is lost, and the weights go on from where they were."""
+    pipe = pipeline(
+        modes.model(dropout=0.0), optimizer=OPTIMIZERS["momentum"], weights=weights, max_norm=1e9, schedule="1f1b", ranks=2
+    )
+    twin = modes.model(dropout=0.0)
+    opt = OPTIMIZERS["momentum"](list(twin.parameters()))
+    sizes, flushes = [2, 2, 3, 3, 3, 2, 2, 2], (6,)
+    losses: list[Tensor | None] = []
+    wanted: list[Tensor] = []
+    old = [p.detach().clone() for p in twin.parameters()]
+    for step, size in enumerate(sizes):
+        g = torch.Generator().manual_seed(step)
+        x, y = torch.randn(size * M, WIDTH, generator=g), torch.randn(size * M, WIDTH, generator=g)
+        losses.append(pipe.step(x, target=y))
+        begins = step == 0 or sizes[step - 1] != size or step - 1 in flushes
+        new = [p.detach().clone() for p in twin.parameters()]
+        put(list(twin.parameters()), new if begins or weights != "2bw" else old)
+        parts = [mse(twin(a), b) / M for a, b in zip(x.chunk(M), y.chunk(M), strict=True)]
+        for part in parts:
+            part.backward()
+        wanted.append(torch.stack([p.detach() for p in parts]).sum())
+        put(list(twin.parameters()), new)
+        opt.step()
+        opt.zero_grad()
+        old = new
+        if step in flushes:
+            losses.append(pipe.flush())
+            assert all(map(same, pipe.state_dict().values(), [p.detach() for p in twin.parameters()]))
+    losses.append(pipe.flush())
+    known = torch.stack([x for x in losses if x is not None and not x.isnan()])
+    torch.testing.assert_close(known, torch.stack(wanted))
+    assert all(map(same, pipe.state_dict().values(), [p.detach() for p in twin.parameters()]))

@@ -107,7 +107,8 @@ def build_plan(
     }
     if like is not None:  # the parameters stay where they are, and the order with them
         same = like.microbatches == options.microbatches and like.schedule.name != "forward" and not forward_only
-        kept = like.schedule if same else options.schedule
+        named = options.training is not None and options.training.weights == "2bw"  # a stream is made of a schedule by name
+        kept = like.schedule if same and not named else options.schedule
         options = replace(options, placement=like.schedule.placement, schedule=kept)
     return finish_plan(stages, captured, options, history, shapes, forward_only=forward_only)
 

@@ -242,7 +242,7 @@ class Engine:
         ranks = [make(plan, r, batch, recorders[r]) for r in self.local]
         streams = trains and plan.weights == "2bw"
         steps = [self._stream(plan, r) if streams else self._load(plan, r).step for r in self.local]
-        self._execute(ranks, steps, streams=streams)
+        self._execute(ranks, steps, streams=streams or self.streams)  # evaluation leaves a stream's messages alone
         if plan.differentiates and not trains:
             sum_ties(self._ties, plan, self.local, self._channels[0] if self.distributed else None)
         if self._watch is not None:
