@@ -3,13 +3,14 @@
 import argparse
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from zbfx.cli_schedule import add_verbs
-from zbfx.errors import InputError, MemoryBudgetError, ZbfxError
+from zbfx.errors import InputError, MemoryBudgetError, ScheduleError, ZbfxError
 from zbfx.text import schedule_from_json, schedule_to_csv
 
 PROBLEM = "--ranks 4 --microbatches 8 --times 10,10,6 --comm 0.5 --bytes 400,-240,-160"
@@ -101,3 +102,51 @@ def test_errors(command: str, error: str) -> None:
 def test_a_limit_too_small_names_the_smallest() -> None:
     with pytest.raises(MemoryBudgetError, match="rank 0: 400 bytes"):
         zbfx(f"schedule {PROBLEM} --limit 300")
+
+
+# ---------------------------------------------------------------- weights in time
+
+
+def at_100_columns(command: str) -> str:
+    parser = argparse.ArgumentParser()
+    add_verbs(parser.add_subparsers(required=True))
+    args = parser.parse_args(command.split())
+    out = io.StringIO()
+    assert args.run(args, Console(file=out, width=100)) == 0
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if "found in" not in line)
+
+
+SMALL = "schedule --ranks 4 --microbatches 8 --times 1,1,1 --comm 0.01"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--method zb-h2 --weights synchronous --checked",
+        "--method zb-h2 --weights post-validation --checked",
+        "--method zb-h2 --weights post-validation",
+        "--method zb-h1 --weights 2bw --checked",
+        "--method 1f1b --weights 2bw",
+    ],
+)
+def test_weights_in_time(options: str, golden: Callable[..., None]) -> None:
+    """Steps one after another with their updates and validations, the period, the versions."""
+    golden(at_100_columns(f"{SMALL} {options}"))
+
+
+def test_a_schedule_from_a_file_shows_its_weights_too(tmp_path: Path, golden: Callable[..., None]) -> None:
+    zbfx(f"{SMALL} --method 1f1b --json {tmp_path}/s.json")
+    golden(at_100_columns(f"simulate {tmp_path}/s.json --weights 2bw --checked"), "stream")
+    golden(at_100_columns(f"simulate {tmp_path}/s.json --weights post-validation --checked"), "steps")
+
+
+def test_weights_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--checked goes with --weights"):
+        zbfx(f"{SMALL} --method 1f1b --checked")
+    with pytest.raises(InputError, match="from a schedule by name; 'custom' is none"):
+        zbfx(f"{SMALL} --method 1f1b --json {tmp_path}/s.json")
+        schedule = schedule_from_json((tmp_path / "s.json").read_text())
+        (tmp_path / "s.csv").write_text(schedule_to_csv(schedule))
+        zbfx(f"simulate {tmp_path}/s.csv --costs {tmp_path}/s.json --weights 2bw")
+    with pytest.raises(ScheduleError, match="an order that repeats itself every step; gpipe"):
+        zbfx(f"{SMALL} --method gpipe --weights 2bw")

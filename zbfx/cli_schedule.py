@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zbfx.errors import InputError, ZbfxError
-from zbfx.ir import Cost, CostModel, Solution
+from zbfx.ir import WEIGHTS, Cost, CostModel, Schedule, Solution, Timeline
 from zbfx.passes.order_any import METHODS, order_any, share_limits
 from zbfx.passes.placements import NAMES, build_placement, name_placement
 from zbfx.passes.simulate import refuse_over_budget, simulate, steady_period
@@ -26,6 +26,7 @@ from zbfx.text import (
 )
 from zbfx.verify import verify_schedule
 from zbfx.view_schedule import format_seconds, memory_table, summary_table, timeline_grid
+from zbfx.view_weights import weights_view
 
 SCHEDULE_EXAMPLE = (
     "zbfx schedule --ranks 8 --microbatches 24 --times 18.522,18.086,9.337 --comm 0.601 --bytes 201216,-127488,-73728"
@@ -51,6 +52,7 @@ def add_verbs(subparsers: Any) -> None:
     )
     _add_problem(parser)
     _add_search(parser)
+    _add_weights(parser)
     parser.set_defaults(run=run_schedule)
     parser = subparsers.add_parser(
         "simulate",
@@ -62,6 +64,7 @@ def add_verbs(subparsers: Any) -> None:
     parser.add_argument("schedule", metavar="SCHEDULE", help="a .json or .csv file")
     parser.add_argument("--costs", metavar="FILE", help="JSON with costs, bytes and limit (default: those in the schedule)")
     parser.add_argument("--serialize-links", action="store_true", help="a link carries one message at a time")
+    _add_weights(parser)
     parser.set_defaults(run=run_simulate)
 
 
@@ -93,6 +96,14 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", metavar="OUT", help="write the schedule with its costs and figures")
 
 
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("weights in time")
+    group.add_argument("--weights", choices=WEIGHTS, help="show steps one after another, with updates and validations")
+    group.add_argument(
+        "--checked", action="store_true", help="steps are clipped or scaled: ranks pass the state of all gradients around"
+    )
+
+
 def run_schedule(args: argparse.Namespace, console: Console) -> int:
     """The verb `schedule`."""
     if args.compare:
@@ -109,7 +120,7 @@ def run_schedule(args: argparse.Namespace, console: Console) -> int:
         seconds=args.seconds,
         seed=args.seed,
     )
-    _print_solution(solution, args.method, console)
+    _print_solution(solution, args, console)
     if args.json:
         _write(args.json, solution_to_json(solution))
     return 0
@@ -127,7 +138,7 @@ def run_simulate(args: argparse.Namespace, console: Console) -> int:
         raise InputError(f"{args.schedule} has no costs: give them with --costs FILE")
     refuse_over_budget(schedule, costs)
     timeline = simulate(schedule, costs, serialize_links=args.serialize_links)
-    console.print(timeline_grid(timeline, width=console.width))
+    _print_grid(schedule, timeline, costs, args, console)
     console.print(summary_table([(schedule.name, timeline, costs)]))
     period = steady_period(schedule, costs, serialize_links=args.serialize_links)
     console.print(f"period without a barrier between steps: {format_seconds(period)}")
@@ -135,10 +146,21 @@ def run_simulate(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _print_solution(solution: Solution, method: str, console: Console) -> None:
+def _print_grid(schedule: Schedule, timeline: Timeline, costs: CostModel, args: argparse.Namespace, console: Console) -> None:
+    """One step, or, with --weights, several."""
+    if args.weights is None:
+        if args.checked:
+            raise InputError("--checked goes with --weights: synchronous, post-validation or 2bw")
+        console.print(timeline_grid(timeline, width=console.width))
+        return
+    for part in weights_view(args.weights, schedule, costs, checked=args.checked, width=console.width):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def _print_solution(solution: Solution, args: argparse.Namespace, console: Console) -> None:
     timeline, schedule = solution.timeline, solution.schedule
-    console.print(timeline_grid(timeline, width=console.width))
-    name = f"{method}, {name_placement(schedule.placement)}"
+    _print_grid(schedule, timeline, solution.costs, args, console)
+    name = f"{args.method}, {name_placement(schedule.placement)}"
     console.print(summary_table([(name, timeline, solution.costs)]))
     bounds = {"span": solution.bound_span, "makespan": solution.bound_makespan}
     bound = bounds[solution.objective]

@@ -1,6 +1,7 @@
 """What people look at of a schedule: a grid of the timeline (a row per rank, time to the right) and a table of figures.
 
-Colour tells F, B and W apart; without colour the letters do: each cell of the grid begins with the action's letter.
+Colour tells F, B and W apart; without colour the letters do: each cell of the grid begins with the action's letter. What takes
+no time (an update, a validation) is a letter of one column before what follows it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,15 @@ STYLES |= {"U": "white on magenta", "V": "white on red", "S": "white on red", "L
 STYLES |= {"G": "white on red", "T": "white on red"}
 _SECOND_CHUNK = {"F": "white on blue", "B": "white on green", "W": "black on yellow", "BW": "white on cyan"}
 _IDLE = "·"
+_NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "D both gradients"}
+_WEIGHTS = {
+    "U": "U update",
+    "V": "V validation: state of all gradients comes back",
+    "S": "S state so far, passed on",
+    "L": "L loss known",
+    "G": "G gradients complete",
+    "T": "T tied gradients meet",
+}
 
 
 def timeline_grid(timeline: Timeline, *, width: int = 120, max_bands: int = 4) -> Text:
@@ -28,10 +38,11 @@ def timeline_grid(timeline: Timeline, *, width: int = 120, max_bands: int = 4) -
     """
     label = len(str(len(timeline.spans) - 1)) + 6
     columns = max(width - label, 10)
+    spare = max((_trailing(rank) for rank in timeline.spans), default=0)
     start = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
     bands = _count_bands(timeline, columns, max_bands)
-    scale = columns * bands / timeline.makespan if timeline.makespan > 0 else 0.0
-    rows = [_draw_rank(rank, start, scale, columns * bands) for rank in timeline.spans]
+    scale = max(columns * bands - spare, 1) / timeline.makespan if timeline.makespan > 0 else 0.0
+    rows = [_draw_rank(rank, start, scale, columns, bands) for rank in timeline.spans]
     grid = Text(no_wrap=True, overflow="crop")
     for band in range(bands):
         for r, row in enumerate(rows):
@@ -40,7 +51,7 @@ def timeline_grid(timeline: Timeline, *, width: int = 120, max_bands: int = 4) -
             grid.append("\n")
         left, right = (format_seconds(timeline.makespan * x / bands) for x in (band, band + 1))
         grid.append(" " * label + left + right.rjust(columns - len(left)) + "\n")
-    _draw_legend(grid, timeline, label)
+    _draw_legend(grid, timeline, label, width)
     return grid
 
 
@@ -96,36 +107,60 @@ def _count_bands(timeline: Timeline, columns: int, most: int) -> int:
     return max(1, min(most, round(needed)))
 
 
-def _draw_rank(rank: Sequence[Span], start: float, scale: float, columns: int) -> Text:
-    row = Text()
+def _draw_rank(rank: Sequence[Span], start: float, scale: float, band: int, bands: int) -> Text:
+    """All of a rank's columns; no label is cut where a band ends."""
+    row, columns = Text(), band * bands
     first_stage = min((s.action.stage for s in rank), default=0)
     at = 0
     for span in rank:
         left, right = (min(columns, round((t - start) * scale)) for t in (span.start, span.end))
         row.append(_IDLE * max(left - at, 0), style="dim")
         at = max(at, left)
-        if right > at:
-            kind = span.action.kind
+        kind = span.action.kind
+        if kind in _WEIGHTS and right == left and at < columns:
+            row.append(kind, style=STYLES[kind])
+            at += 1
+        elif right > at:
             styles = STYLES if span.action.stage == first_stage or kind not in _SECOND_CHUNK else _SECOND_CHUNK
-            row.append(_cell(kind, span.action.mb, right - at), style=styles[kind])
+            row.append(_cell(kind, span.action.mb, right - at, band - at % band), style=styles[kind])
             at = right
     row.append(_IDLE * max(columns - at, 0), style="dim")
     return row
 
 
-def _cell(kind: str, mb: int, width: int) -> str:
+def _cell(kind: str, mb: int, width: int, room: int) -> str:
     """The letter, the microbatch as far as it fits, and for one that does not, the letter alone: no number is cut short."""
     letter = "D" if kind == "BW" else kind
     text = f"{letter}{mb}"
-    return text.ljust(width) if len(text) <= width else letter + " " * (width - 1)
+    return text.ljust(width) if len(text) <= min(width, room) else letter + " " * (width - 1)
 
 
-def _draw_legend(grid: Text, timeline: Timeline, label: int) -> None:
+def _trailing(rank: Sequence[Span]) -> int:
+    """How many letters stand behind a rank's last cell."""
+    count = 0
+    for span in reversed(rank):
+        if span.end > span.start:
+            break
+        count += 1
+    return count
+
+
+def _draw_legend(grid: Text, timeline: Timeline, label: int, width: int) -> None:
+    """What the letters mean, those of the weights on lines of their own."""
     kinds = {s.action.kind for rank in timeline.spans for s in rank}
-    names = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "D both gradients"}
     grid.append(" " * label)
-    for kind in ("F", "B", "W", "BW"):
+    for kind, name in _NAMES.items():
         if kind in kinds:
-            grid.append(f" {names[kind]} ", style=STYLES[kind])
+            grid.append(f" {name} ", style=STYLES[kind])
             grid.append("  ")
     grid.append(f"{_IDLE} idle\n")
+    at = 0
+    for kind, name in _WEIGHTS.items():
+        if kind in kinds:
+            if at and at + len(name) + 2 > width:
+                grid.append("\n")
+                at = 0
+            grid.append(" " * label if not at else "  ")
+            grid.append(f" {name} ", style=STYLES[kind])
+            at += len(name) + 2 + (label if not at else 2)
+    grid.append("\n" if at else "")

@@ -19,6 +19,7 @@ from zbfx.passes.simulate import action_seconds, bubble, count_parts, hop_second
 from zbfx.verify import dependencies
 
 ONCE = "SVULGT"  # kinds of what a rank does once a step
+_WARM_UP = 8  # steps before those that are shown
 _LONGEST_WARM_UP = 64  # steps after which every rank should take as long as the others
 Orders = Sequence[Sequence[Action]]
 Feeds = dict[Action, tuple[Action, ...]]
@@ -38,7 +39,7 @@ def synchronous(schedule: Schedule, costs: CostModel, *, checked: bool, update: 
         feeds |= {Action(a, "S", 0): (Action(b, "S", 0),) for a, b in pairwise(chain)}
         feeds |= {Action(b, "V", 0): (Action(a, "V", 0),) for a, b in pairwise(chain)}
     timeline = timed(schedule, orders, costs, feeds, update=update)
-    return Course(schedule, timeline, feeds, period=timeline.makespan)
+    return Course(schedule, timeline, feeds, period=_settled(schedule, orders, costs, feeds, update, timeline))
 
 
 def post_validation(schedule: Schedule, costs: CostModel, *, update: Sequence[float] = ()) -> Course:
@@ -61,6 +62,19 @@ def post_validation(schedule: Schedule, costs: CostModel, *, update: Sequence[fl
     ends = [spans[-1].end if spans else 0.0 for spans in timeline.spans]
     period = max((b - a for a, b in zip(free, ends, strict=True)), default=0.0)
     return Course(schedule, _from_zero(timeline), feeds, repeated, period)
+
+
+def several(course: Course, costs: CostModel, steps: int) -> Timeline:
+    """Steps as they follow one another once every rank takes as long for one as the others, from the first start on."""
+    orders = [[s.action for s in spans] for spans in course.timeline.spans]
+    free: list[float] = []
+    rows: list[list[Span]] = []
+    for number in range(_WARM_UP + steps):
+        timeline = timed(course.schedule, orders, costs, dict(course.feeds), free=free)
+        free = [spans[-1].end if spans else 0.0 for spans in timeline.spans]
+        shown = rows if number > _WARM_UP else [[] for _ in orders]
+        rows = [[*row, *spans] for row, spans in zip(shown, timeline.spans, strict=True)]
+    return _from_zero(_timeline(rows, course.timeline.peak))
 
 
 def _settled(
@@ -199,12 +213,7 @@ def _timeline(spans: Sequence[Sequence[Span]], peak: tuple[int, ...]) -> Timelin
 
 
 def _from_zero(timeline: Timeline) -> Timeline:
+    """The same, from the first start on."""
     zero = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
     spans = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in rank) for rank in timeline.spans)
     return replace(timeline, spans=spans)
-
-
-def _from_zero(timeline: Timeline) -> Timeline:
-    """The same, from the first start on."""
-    zero = min((rank[0].start for rank in timeline.spans if rank), default=0.0)
-    return replace(timeline, spans=tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in r) for r in timeline.spans))

@@ -26,7 +26,8 @@ Orders = list[list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A course of STEPS steps. Microbatch t * m + j is the j-th of step t; what comes once a step has the step's number.
+    """A course of STEPS steps, numbered in unit time; timeline: with the real costs. Microbatch t * m + j is the j-th of step t;
+    what comes once a step has the step's number.
 
     begins[r][t]: index in rank r's order at which step t begins; the last entry is where the end begins.
     """
@@ -34,6 +35,7 @@ class Stream:
     course: Course
     microbatches: int
     begins: tuple[tuple[int, ...], ...]
+    timeline: Timeline
 
 
 def stream(
@@ -61,7 +63,7 @@ def stream(
     numbering = timed(schedule, orders, unit, feeds)
     real = timed(schedule, orders, costs, feeds, update=update)
     period = _period(real, begins)
-    return Stream(Course(schedule, numbering, feeds, period=period), microbatches, begins)
+    return Stream(Course(schedule, numbering, feeds, period=period), microbatches, begins, real)
 
 
 def _laid_out(raw: Schedule, m: int) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
