@@ -3,6 +3,7 @@ learning-rate schedules, other optimizers, batch norm, evaluation between steps,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests import modes
+from tests.distributed.failing import Fragile, bad_batch, good_batch
 from tests.modes import OPTIMIZERS, WIDTH, Run, batch, differing, drive, inject, pipeline, put, same, unlike
 
 STEPS, M = 12, 4
@@ -274,3 +276,30 @@ def test_other_shapes_and_flushes_in_between(weights: str) -> None:
     known = torch.stack([x for x in losses if x is not None and not x.isnan()])
     torch.testing.assert_close(known, torch.stack(wanted))
     assert all(map(same, pipe.state_dict().values(), [p.detach() for p in twin.parameters()]))
+
+
+@pytest.mark.parametrize("weights", MODES)
+def test_after_a_failed_step_training_goes_on_from_given_weights_only(weights: str) -> None:
+    """No step, state or evaluation on weights of which some ranks have stepped and others not; then as if nothing had been."""
+    of, options = Fragile("raise"), {"microbatches": 4, "schedule": "1f1b", "cuts": ["second"], "max_norm": 1e9}
+    pipe = zbfx.compile(of, 2, optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9), weights=weights, **options)
+    for _ in range(2):
+        pipe.step(good_batch())
+    pipe.flush()
+    state = {n: v.clone() for n, v in pipe.state_dict().items()}
+    kept = copy.deepcopy(pipe.optimizer.state_dict())
+
+    def two_more() -> list[Tensor]:
+        losses = [pipe.step(good_batch()), pipe.step(good_batch()), pipe.flush()]
+        return [x for x in [*losses, *pipe.state_dict().values()] if x is not None and not x.isnan().any()]
+
+    wanted = [x.clone() for x in two_more()]
+    pipe.step(good_batch())
+    with pytest.raises(zbfx.RankError, match="rank 1 failed at 1F2: ValueError: no such token"):
+        pipe.step(bad_batch())
+    for use in (lambda: pipe.step(good_batch()), pipe.state_dict, lambda: pipe.eval_step(good_batch()), pipe.flush):
+        with pytest.raises(zbfx.RankError, match="a step has failed"):
+            use()
+    pipe.load_state_dict(state)
+    pipe.optimizer.load_state_dict(kept)
+    assert all(map(same, two_more(), wanted))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zbfx.batch import Batch
 from zbfx.compile import Options
-from zbfx.errors import InputError, PlanError
+from zbfx.errors import InputError, PlanError, RankError
 from zbfx.gradients import clip_grad_norm_, refuse_lost_hooks, run_hooks
 from zbfx.holdings import Holdings
 from zbfx.ir import Place, Program, Span, Timeline, Value
@@ -77,6 +77,7 @@ class Engine:
         self._trainers: dict[tuple[Plan, int], Trainer] = {}
         self._streams: dict[int, Generator[None, bool, None]] = {}
         self._last_plan: Plan | None = None
+        self._is_broken = False  # a step has failed, after which some ranks may have stepped and others not
 
     def _update(self, plan: Plan, training: Training) -> Updating:
         """The optimizer, shared out; tied parameters gather what it steps."""
@@ -114,7 +115,7 @@ class Engine:
         """One step of every local rank; the loss, on every rank."""
         if not plan.differentiates:
             return self._loss(plan, self._evaluated(plan, batch))
-        owed = None if self._last_plan is plan else self.flush()
+        owed = self.flush() if self._is_broken or self._last_plan is not plan else None
         refuse_lost_hooks(self.holdings)
         ranks = self._run(plan, batch)
         self.steps += 1
@@ -128,6 +129,11 @@ class Engine:
         reported yet, if there is one."""
         if self.updating is None or self._last_plan is None:
             return None
+        if self._is_broken:
+            raise RankError(
+                "a step has failed, and ranks may hold the weights of different steps: give all of them the weights of one with "
+                "pipe.load_state_dict (and the optimizer its state with pipe.optimizer.load_state_dict), then go on"
+            )
         plan = self._last_plan
         ranks: list[Rank] = [self._trainers[plan, r] for r in self.local]
         if plan.weights == "2bw":
@@ -267,8 +273,17 @@ class Engine:
             else:
                 run_threads(ranks, steps, streams=streams)
         except BaseException:
+            self._is_broken |= self.streams or any(isinstance(rank, Trainer) for rank in ranks)
             self._streams.clear()
             raise
+
+    def restart(self) -> None:
+        """All parameters are about to get new values: what a failed step has left is forgotten."""
+        if self._is_broken and self.updating is not None:
+            self.updating.restart()
+            for trainer in self._trainers.values():
+                trainer.restart()
+            self._is_broken = False
 
     def _recorder(self) -> Recorder:
         times, memory = self._watch or (False, False)

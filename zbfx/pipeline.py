@@ -374,6 +374,8 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy values into the parameters and buffers this process holds; `state` may hold more. Raises InputError."""
+        if self._engine is not None:
+            self._engine.restart()
         self.flush()
         self._held().load_state_dict(state)
         if self._engine is not None and self._engine.updating is not None:

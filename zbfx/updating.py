@@ -94,6 +94,19 @@ class Updating:
                         if copy is not self._holdings.tensor(name):
                             copy.copy_(self._holdings.tensor(name))
 
+    def restart(self) -> None:
+        """A step has failed: forget it, alike on all ranks."""
+        known = min(len(w.verdicts) for w in self.ranks.values())
+        scale, *_ = (w.scale for w in self.ranks.values())
+        for weights in self.ranks.values():
+            weights.forget(known, scale)
+        for tie in self.ties:
+            for part in tie.parts.values():
+                if isinstance(part, torch.Tensor):
+                    part.grad = None
+                else:
+                    part.waiting.clear()
+
     def progress(self) -> Progress:
         """Of the steps that are validated: all ranks say the same but for rollbacks, which are summed over this process's."""
         first, *_ = self.ranks.values()

@@ -56,9 +56,13 @@ class Trainer(Rank):
             return torch.full_like(self.reported[0], float("nan")) if self.reported else torch.tensor(float("nan"))
         return self.reported[self.step - back].clone()
 
+    def restart(self) -> None:
+        """The next step is the first."""
+        self.reported, self.step = [], -1
+
     def end_stream(self) -> None:
         """All steps are complete; the next one begins a stream."""
-        self.reported, self.step = [], -1
+        self.restart()
         self._versions().restart()
 
     # ------------------------------------------------------------ the verbs

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zbfx.errors import RankError
+from zbfx.runtime.verdict import LossScale
 from zbfx.runtime.weights import Weight, Weights
 
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # gradient, newest weights, weights it was taken at -> gradient
@@ -66,7 +67,14 @@ class Versions(Weights):
     def restart(self) -> None:
         """A stream begins, or has ended: one version is left, the newest."""
         self.step, self.newest = -1, 0
+        self._gradients, self._sums, self._is_complete = [], {}, True
+        self._collected, self._taken = set(), {}
+        self._scales.clear()
         self._kept = {0: {id(w.parameter): w.parameter.data for w in self.weights}}
+
+    def forget(self, known: int, scale: LossScale) -> None:
+        super().forget(known, scale)
+        self.restart()
 
     @property
     def alive(self) -> tuple[int, ...]:

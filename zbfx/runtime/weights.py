@@ -151,6 +151,16 @@ class Weights:
         """The tangent of a loss, brought to the loss's scale, `back` steps ago."""
         return weight if self.scale.value == 1.0 else weight * self.scale.value
 
+    def forget(self, known: int, scale: LossScale) -> None:
+        """A step has failed: nothing of it is left, nor of steps after the first `known` that are validated."""
+        del self.verdicts[known:]
+        if self.rules.checked:
+            self.updates = known
+        self.scale.value, self.scale.good_steps = scale.value, scale.good_steps
+        self.ahead, self._snapshot, self._table = False, None, None
+        self._upcoming.clear()
+        self._clear()
+
     # ------------------------------------------------------------ behind them
 
     def _guess(self, rows: Sequence[Sequence[float]], place: int) -> float | None:
