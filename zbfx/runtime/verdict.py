@@ -38,8 +38,9 @@ def blank_table(num_stages: int) -> Tensor:
 
 
 def measured_row(grads: Iterable[Tensor]) -> Tensor:
-    """f64[2]: the squared norm of all the gradients, in their order, and 1 if any is not finite (the norm then leaves it out)."""
-    norms = [torch.linalg.vector_norm(g.float() if g.dtype in (torch.float16, torch.bfloat16) else g).double() for g in grads]
+    """f64[2]: the squared norm of all the gradients, in their order, and 1 if that of any is not finite (and is left out): as one
+    of its elements is not, or as it is beyond float32."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).double() for g in grads]
     if not norms:
         return torch.zeros(2, dtype=torch.float64)
     squares = torch.stack(norms).square()
@@ -66,9 +67,12 @@ class LossScale:
     dynamic: halved by a step that is skipped, doubled after 2,000 steps in a row that are not, as torch.amp.GradScaler does.
     """
 
-    def __init__(self, value: float | str | None) -> None:
-        self.dynamic = value == "dynamic"
-        self.value = FIRST_SCALE if self.dynamic else 1.0 if value is None else float(value)
+    def __init__(self, value: float | str | None, interval: int = INTERVAL) -> None:
+        self.dynamic, self.interval = value == "dynamic", interval
+        try:
+            self.value = FIRST_SCALE if self.dynamic else 1.0 if value is None else float(value)
+        except ValueError:
+            self.value = math.nan
         self.good_steps = 0
         if not (math.isfinite(self.value) and self.value > 0):
             raise InputError(f'loss_scale={value!r}: give a positive number, "dynamic", or None')
@@ -80,5 +84,5 @@ class LossScale:
         self.good_steps = 0 if skipped else self.good_steps + 1
         if skipped:
             self.value *= BACKOFF
-        elif self.good_steps == INTERVAL:
+        elif self.good_steps == self.interval:
             self.value, self.good_steps = min(self.value * GROWTH, LARGEST_SCALE), 0
