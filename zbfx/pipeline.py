@@ -85,7 +85,8 @@ def compile(
     what each rank knows, mended if that was wrong; the same bits, and no barrier) or "2bw" (one step late, and no barrier).
     max_norm: clip the gradients' joint norm. loss_scale: a number, or "dynamic", for half precision; steps with gradients that
     are not finite are skipped wherever max_norm or loss_scale is given. rollback: "exact" or "inverse". masters: step float32
-    copies of half-precision parameters. correction: of 2bw's delay, "taylor".
+    copies of half-precision parameters. correction: of 2bw's delay, "predict" (forward and
+    backward run on weights that are ahead by the last step's change; costs one more copy of the weights) or "taylor".
     dead_after: seconds without a heartbeat after which another process counts as dead; timeout: seconds that a live one may
     let others wait for a message.
 

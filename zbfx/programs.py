@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from zbfx.errors import ScheduleError, VerifyError
 from zbfx.ir import Action, CostModel, Course, Program, Schedule, Stage, Value
 from zbfx.passes.allocate import Messages, allocate, allocate_stream, message_values
@@ -66,8 +64,7 @@ def _gradient(name: str, stages: Sequence[Stage], training: Training | None) -> 
     """The type in which a parameter's gradient is added up."""
     stage = next(s for s in stages if name in s.names)
     value = stage.F.value(stage.F.takes["p"][stage.names.index(name)])
-    master = training is not None and training.has_master(value.dtype)
-    return replace(value, dtype=torch.float32 if master else value.dtype)
+    return replace(value, dtype=value.dtype if training is None else training.master_dtype(value.dtype))
 
 
 def _course(schedule: Schedule, costs: CostModel, training: Training | None) -> Course:

@@ -15,7 +15,7 @@ from zbfx.ir import WEIGHTS
 from zbfx.runtime.inverse import Inverse
 from zbfx.runtime.share import Snapshot
 from zbfx.runtime.verdict import LossScale
-from zbfx.runtime.versions import CORRECTIONS
+from zbfx.runtime.versions import CORRECTIONS, PREDICT
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Optimizer]
 ROLLBACKS = {"exact": Snapshot, "inverse": Inverse}
@@ -43,7 +43,7 @@ class Training:
         for name, value, known in (
             ("weights", self.weights, WEIGHTS),
             ("rollback", self.rollback, tuple(ROLLBACKS)),
-            ("correction", self.correction, (None, *CORRECTIONS)),
+            ("correction", self.correction, (None, *CORRECTIONS, PREDICT)),
         ):
             if value not in known:
                 raise InputError(f"{name}={value!r}: choose one of {', '.join(map(repr, known))}")
@@ -66,8 +66,13 @@ class Training:
         return self.weights == "post-validation" and self.checked
 
     def has_master(self, dtype: torch.dtype) -> bool:
-        """Whether a parameter of this type is stepped as a float32 copy."""
-        return self.masters and dtype in _HALF
+        """Whether a parameter of this type is stepped as a copy: in float32 for a half-precision one, and where the versions that
+        run are not the weights."""
+        return (self.masters and dtype in _HALF) or self.correction == PREDICT
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of that copy, or of the parameter where there is none."""
+        return torch.float32 if dtype in _HALF and self.has_master(dtype) else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def resident_bytes(
     if training is None:
         return Resident(parameters, sum(p.nbytes for p in gradients), others=others)
     grads = sum(_stepped_bytes(p, training) for p in gradients)
-    masters = sum(4 * p.numel() for p in trained if training.has_master(p.dtype))
+    masters = sum(_stepped_bytes(p, training) for p in trained if training.has_master(p.dtype))
     state = sum(state_bytes(training, p)[0] for p in trained)
     versions = sum(p.nbytes for p in trained) if training.weights == "2bw" else 0
     late = sum(_stepped_bytes(p, training) for p in trained) if training.weights == "2bw" and training.checked else 0
@@ -107,7 +112,7 @@ def resident_bytes(
 
 
 def _stepped_bytes(parameter: torch.Tensor, training: Training) -> int:
-    return 4 * parameter.numel() if training.has_master(parameter.dtype) else parameter.nbytes
+    return parameter.numel() * training.master_dtype(parameter.dtype).itemsize
 
 
 _known: dict[tuple[Any, ...], tuple[int, bool]] = {}
@@ -116,7 +121,7 @@ _known: dict[tuple[Any, ...], tuple[int, bool]] = {}
 def state_bytes(training: Training, parameter: torch.Tensor) -> tuple[int, bool]:
     """Bytes of what the user's optimizer keeps for a parameter, and whether it writes into the gradient: found by a step of it
     on a blank parameter of the same shape."""
-    dtype = torch.float32 if training.has_master(parameter.dtype) else parameter.dtype
+    dtype = training.master_dtype(parameter.dtype)
     key = (training.optimizer, tuple(parameter.shape), dtype)
     if key not in _known:
         _known[key] = _probed(training, tuple(parameter.shape), dtype)

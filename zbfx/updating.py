@@ -17,7 +17,7 @@ from zbfx.plan import Plan
 from zbfx.runtime import Channel
 from zbfx.runtime.inverse import refuse_without_inverse
 from zbfx.runtime.verdict import LossScale
-from zbfx.runtime.versions import CORRECTIONS, Shared, Versions
+from zbfx.runtime.versions import PREDICT, Shared, Versions
 from zbfx.runtime.weights import Rules, Weight, Weights
 from zbfx.ties import Tie, sum_ties
 from zbfx.training import ROLLBACKS, Training
@@ -53,8 +53,7 @@ class Updating:
         self._stand_ins: dict[tuple[int, int], torch.nn.Parameter] = {}
         self._names: dict[int, list[str]] = {}  # of each rank's weights
         self._make_stand_ins(local)
-        if training.masters:
-            self._make_masters(local)
+        self._make_masters(local)
         self.optimizer = self._make_optimizer(local)
         self.ties: tuple[Tie, ...] = ()
         self.ranks = {r: self._weights(r, channels[r]) for r in local}
@@ -140,8 +139,14 @@ class Updating:
         for rank in local:
             for name in self._trained(rank):
                 found = self.tensor(rank, name)
-                if found.dtype in (torch.float16, torch.bfloat16) and id(found) not in self._masters:
-                    self._masters[id(found)] = torch.nn.Parameter(found.detach().float())
+                if self.training.correction == PREDICT and found.dtype in (torch.float16, torch.bfloat16):
+                    raise InputError(
+                        f"correction={PREDICT!r} needs parameters that do not lose a small change; {name} is {found.dtype}: "
+                        "keep the model in float32"
+                    )
+                if self.training.has_master(found.dtype) and id(found) not in self._masters:
+                    kind = self.training.master_dtype(found.dtype)
+                    self._masters[id(found)] = torch.nn.Parameter(found.detach().to(kind, copy=True))
 
     def _make_optimizer(self, local: Sequence[int]) -> Optimizer:
         trained = {id(self._holdings.tensor(name)) for rank in local for name in self._trained(rank)}
@@ -184,7 +189,7 @@ class Updating:
         }
         args = (tuple(found.values()), self.optimizer, rules, chain.index(rank))
         if training.weights == "2bw":
-            return Versions(*args, rank=rank, correction=CORRECTIONS.get(training.correction or ""), **options)
+            return Versions(*args, rank=rank, correction=training.correction, **options)
         return Weights(*args, **options)
 
     def _finish(self, rank: int, channel: Channel) -> None:

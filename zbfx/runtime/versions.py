@@ -32,6 +32,7 @@ def taylor(grad: Tensor, newest: Tensor, taken_at: Tensor) -> Tensor:
 
 
 CORRECTIONS: dict[str, Correction] = {"taylor": taylor}
+PREDICT = "predict"  # the other kind: versions run ahead of the weights by the last step's change, about the delay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,10 +50,10 @@ class Versions(Weights):
     """The weights of one rank under 2BW. Three verbs more: collect() when a step's gradients are complete on this rank;
     tied(other) and tie(other, *gradients), which exchange those of shared weights."""
 
-    def __init__(self, *args: Any, rank: int = 0, correction: Correction | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rank: int = 0, correction: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rank, self.shared = rank, tuple[Shared, ...]()
-        self._correction = correction
+        self._correction, self._predicts = CORRECTIONS.get(correction or ""), correction == PREDICT
         self._kept: dict[int, dict[int, Tensor]] = {}  # version -> parameter -> its values
         self._gradients: list[Tensor | None] = []  # of the step that is complete, one per weight
         self._sums: dict[int, dict[int, Tensor]] = {}  # of shared weights: place among `shared` -> rank -> its sum
@@ -70,6 +71,8 @@ class Versions(Weights):
         self._gradients, self._sums, self._is_complete = [], {}, True
         self._collected, self._taken = set(), {}
         self._scales.clear()
+        if self._predicts:
+            super()._copy_masters()
         self._kept = {0: {id(w.parameter): w.parameter.data for w in self.weights}}
 
     def forget(self, known: int, scale: LossScale) -> None:
@@ -194,12 +197,22 @@ class Versions(Weights):
     def _ready(self) -> None:
         """`collect` and `_complete` have done it."""
 
+    def _copy_masters(self) -> None:
+        """Where versions run ahead, the parameters hold the weights before the step: now those after it, and the same way on."""
+        if not self._predicts:
+            super()._copy_masters()
+            return
+        with torch.no_grad():
+            for w in self.weights:
+                w.parameter.mul_(-1.0).add_(w.target, alpha=2.0)
+
     def _corrected(self, w: Weight, grad: Tensor) -> Tensor:
         at = self._kept[max(self.newest - 1, 0)][id(w.parameter)]
         return grad if self._correction is None else self._correction(grad, w.parameter.data, at)
 
     def _move_on(self) -> None:
-        """The parameters move to the storage of the oldest version, with the newest's values."""
+        """The parameters move to the storage of the oldest version, with the newest's values (where versions run ahead, with the
+        weights' own)."""
         newest = self._kept[self.newest]
         oldest = self._kept.pop(self.newest - 1, None)
         moved = {}
@@ -207,7 +220,7 @@ class Versions(Weights):
             for w in self.weights:
                 now = newest[id(w.parameter)]
                 place = torch.empty_like(now) if oldest is None else oldest[id(w.parameter)]
-                place.copy_(now)
+                place.copy_(w.target if self._predicts else now)
                 w.parameter.data = place
                 moved[id(w.parameter)] = place
         self.newest += 1
