@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
-from tests.distributed import weights_modes
+import pytest
+
+from tests.distributed import weights_models, weights_modes
+from zbfx.errors import RankError
 from zbfx.runtime import run_processes
 
 STEPS, MICROBATCHES = 31, 5  # up to and beyond a step that must be taken back
@@ -20,3 +24,18 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert all(e["clipped"] and e["skipped"] and e["repeats"] for each in (late, blocks) for e in each)
     assert [e["rollbacks"] for e in late] == [1, 0] and [e["rollbacks"] for e in blocks] == [2, 0]
     assert [max(e["alive"]) for e in stream] == [2, 2] and [set(e["alive"][2:]) for e in stream] == [{2}, {2}]
+
+
+def test_models_on_two_ranks(tmp_path: Path) -> None:
+    """A weight on two ranks, looked at within a stream; a rank that has nothing to train; in each mode."""
+    results = run_processes(weights_models.everything, 2, (str(tmp_path),))
+    assert [(i, key, wrong) for i, r in enumerate(results) for key, wrong in r.items() if wrong] == []
+    assert [len(r) for r in results] == [6, 6]
+
+
+def test_a_rank_that_fails_within_a_stream_takes_the_others_down(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 failed at 1F2: ValueError: no such token: -1"):
+        run_processes(weights_models.fail, 2, ("2bw", str(tmp_path)), dead_after=60.0)
+    first, *rest = (tmp_path / "told 0").read_text().split("|")
+    assert first.startswith("rank 1 failed at 1F2") and len(rest) == 3 and all("a step has failed" in text for text in rest)
+    assert not multiprocessing.active_children()
