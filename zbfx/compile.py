@@ -264,7 +264,7 @@ def _kept_cuts(captured: Captured, options: Options, like: Plan) -> tuple[int, .
     before = dict(like.history)
     if "capture" in before and _operators(before["capture"]) == _operators(captured):
         return tuple(f.start for f in before["partition"][1:])
-    return cuts_for_owners(captured, _homes(like), options.num_stages)
+    return cuts_for_owners(captured, _homes(like), options.num_stages, _shared(like))
 
 
 def _homes(plan: Plan) -> dict[str, int]:
@@ -274,6 +274,15 @@ def _homes(plan: Plan) -> dict[str, int]:
         for name in stage.buffers:
             users.setdefault(name, []).append(stage.index)
     return {**plan.owners, **{name: stages[0] for name, stages in users.items() if len(stages) == 1}}
+
+
+def _shared(plan: Plan) -> dict[str, tuple[int, int]]:
+    """The parameters that several stages use, with the first and the last of these."""
+    users: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for name in stage.names:
+            users.setdefault(name, []).append(stage.index)
+    return {name: (stages[0], stages[-1]) for name, stages in users.items() if len(stages) > 1}
 
 
 def _operators(captured: Captured) -> list[Any]:

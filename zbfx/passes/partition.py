@@ -48,19 +48,27 @@ def partition(
     return tuple(_stage(captured, line, k, a, b, last=k == len(cuts)) for k, (a, b) in enumerate(pairwise(ends)))
 
 
-def cuts_for_owners(captured: Captured, owners: Mapping[str, int], num_stages: int) -> tuple[int, ...]:
+def cuts_for_owners(
+    captured: Captured, owners: Mapping[str, int], num_stages: int, shared: Mapping[str, tuple[int, int]] | None = None
+) -> tuple[int, ...]:
     """Cuts of another trace of the same model (other shapes, eval mode) that leave every parameter and buffer on its stage.
 
-    owners: the user's name -> stage. Among the positions that do, the one with the fewest bytes crossing.
+    owners: the user's name -> stage; shared: of what several stages use, the first and the last of them, which get its first use
+    and its last. Among the positions that do, the one with the fewest bytes crossing.
     """
     line = line_of(captured)
     names = {**captured.params, **captured.buffers}
     first, last = [len(line.nodes)] * num_stages, [0] * num_stages
+    uses: dict[str, list[int]] = {}
     for node, i in line.place.items():
         for a in node.all_input_nodes:
-            stage = owners.get(names.get(a.name, ""))
-            if stage is not None:
-                first[stage], last[stage] = min(first[stage], i), max(last[stage], i + 1)
+            uses.setdefault(names.get(a.name, ""), []).append(i)
+    for name, places in uses.items():
+        ends = (shared or {}).get(name)
+        own = owners.get(name)
+        held = zip(ends, (min(places), max(places)), strict=True) if ends else [(own, i) for i in places if own is not None]
+        for stage, i in held:
+            first[stage], last[stage] = min(first[stage], i), max(last[stage], i + 1)
     seconds = _crossing_seconds(line, Link(0.0, 1.0))
     cuts: list[int] = []
     for k in range(num_stages - 1):
