@@ -17,9 +17,10 @@ from zbfx.updating import Progress
 
 WIDTH, SAMPLES = 8, 2  # samples of a microbatch
 MAX_NORM = 1.5
-STRONG = (4, 17, 33, 47)  # steps whose gradients are large, in the last layers more than in the first
-INFINITE = (11, 29, 45)  # steps in which a gradient of the last layer is infinite
-BLOWN = (14,)  # steps whose inputs are infinite
+# Steps that something happens in; for ten steps after one that is clipped or skipped, all wait for the state of all.
+INFINITE = (2, 29)  # a gradient of a middle layer is infinite: the ranks before it cannot know, and take their step back
+STRONG = (4, 17, 33, 45)  # gradients are large; in steps 17 and 45, ranks have stepped before they know
+BLOWN = (6,)  # inputs are infinite, and so all gradients
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

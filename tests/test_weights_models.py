@@ -16,7 +16,7 @@ from tests import modes
 from tests.distributed.failing import Fragile, bad_batch, good_batch
 from tests.modes import OPTIMIZERS, WIDTH, Run, batch, differing, drive, inject, pipeline, put, same, unlike
 
-STEPS, M = 12, 4
+STEPS, M = 9, 4
 MODES = ("synchronous", "post-validation", "2bw")
 
 

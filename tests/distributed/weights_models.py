@@ -9,6 +9,7 @@ import torch
 
 import zbfx
 from tests import modes
+from tests.distributed import weights_modes
 from tests.distributed.failing import Fragile, bad_batch, good_batch
 from tests.test_weights_models import MODES, STEPS, Tied, adafactor, look, reference
 from zbfx.runtime import Channel
@@ -16,13 +17,13 @@ from zbfx.runtime import Channel
 SGD = modes.OPTIMIZERS["momentum"]
 
 
-def everything(channel: Channel, folder: str) -> dict[str, list[str]]:
-    """Per mode, two checks; then a step that fails, which ends this process."""
+def everything(channel: Channel, folder: str, *table: Any) -> dict[str, Any]:
+    """Checks that share the processes; synchronous ones are also in one process's tests."""
     found = {}
-    for weights in MODES:
+    for weights in MODES[1:]:
         found[f"{weights}, tied"] = _tied(weights)
         found[f"{weights}, frozen"] = _frozen(weights, channel.index)
-    return found
+    return {"models": found, "table": weights_modes.table(channel, folder, *table)}
 
 
 def _tied(weights: str) -> list[str]:
