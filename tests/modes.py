@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def model(blocks: int = 8, dropout: float = 0.1) -> nn.Sequential:
+def model(blocks: int = 4, dropout: float = 0.1) -> nn.Sequential:
     """Blocks of a linear layer, dropout and tanh, built from seed 0."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ def write_results(folder: Path, rows: Sequence[Row], steps: int, microbatches: i
         if file.exists():
             continue
         if weights == "2bw":
-            of = modes.model(dropout=0.0)
+            of = modes.model(8, dropout=0.0)
             losses, _, opt = modes.double_buffered(of, modes.OPTIMIZERS[optimizer], steps, microbatches)
             names = {id(p): n for n, p in of.named_parameters()}
             state = {f"{names[id(p)]}:{k}": v for p, kept in opt.state.items() for k, v in kept.items() if v is not None}
@@ -47,9 +47,9 @@ def _file(folder: Path, weights: str, optimizer: str, stages: int) -> Path:
 def _run(weights: str, optimizer: str, schedule: str, stages: int, steps: int, microbatches: int) -> modes.Run:
     options: dict[str, Any] = {"weights": weights, "schedule": schedule, "stages": stages, "microbatches": microbatches}
     if weights == "2bw":
-        return modes.train(modes.model(dropout=0.0), modes.OPTIMIZERS[optimizer], steps, quiet=True, **options)
+        return modes.train(modes.model(8, dropout=0.0), modes.OPTIMIZERS[optimizer], steps, quiet=True, **options)
     given = {"max_norm": modes.MAX_NORM, "faults": FAULTS}
-    return modes.train(modes.model(), modes.OPTIMIZERS[optimizer], steps, **given, **options)
+    return modes.train(modes.model(8), modes.OPTIMIZERS[optimizer], steps, **given, **options)
 
 
 def table(channel: Channel, folder: str, rows: Sequence[Row], steps: int, microbatches: int) -> dict[str, Any]:
