@@ -105,6 +105,31 @@ def test_a_searched_schedule_says_how_good_it_is_and_why(said):
     assert found["schedule"]["w_parts"] == 2 and 0 <= found["search"]["gap"] < 1
 
 
+@pytest.mark.parametrize("mode", ["synchronous", "post-validation", "2bw"])
+def test_dump_shows_weights_in_time(said, golden, mode):
+    """What is resident, steps one after another with updates and validations, the period, the programs' parts."""
+    options = [*COMPILE, "--weights", mode, "--max-norm", "1.0", "--schedule", "zb-h1"]
+    code, out, err = said("dump", f"{FILE}:target", *options, "--what", "schedule")
+    assert (code, err) == (0, "")
+    golden("\n".join(line.rstrip() for line in out.splitlines()))
+    found = json.loads(said("dump", f"{FILE}:target", *options, "--json")[1])
+    assert found["weights"]["mode"] == mode and found["weights"]["period"] > 0
+    assert [sum(r.values()) for r in found["weights"]["resident"]] == [r["static"] for r in found["ranks"]]
+
+
+def test_run_steps_the_optimizer_in_the_programs(tmp_path, capfd):
+    """What the plan was compiled with is noted in its folder; a stream's first loss comes with the second step."""
+    options = [*COMPILE, "--weights", "2bw", "--max-norm", "1.0", "--correction", "predict"]
+    assert main(["dump", f"{FILE}:target", *options, "--out", str(tmp_path / "plan")]) == 0
+    recorded = json.loads((tmp_path / "plan/plan.json").read_text())["run_with"]
+    assert recorded == {"max_norm": 1.0, "correction": "predict"}
+    assert main(["run", str(tmp_path / "plan"), "--steps", "4"]) == 0
+    out = capfd.readouterr().out
+    assert "step 1/4  loss comes with the next step" in out and "nan" not in out
+    first, last = re.search(r"^loss ([\d.]+) -> ([\d.]+)", out, re.MULTILINE).groups()
+    assert float(last) < float(first)
+
+
 def test_a_placement_can_be_written_out(said):
     found = json.loads(said("dump", f"{FILE}:target", *COMPILE, "--placement", "1,1,0,0", "--json")[1])
     assert found["schedule"]["placement"] == [1, 1, 0, 0]
@@ -157,6 +182,9 @@ def test_run_trains_a_plan_folder_on_processes_and_an_edit_runs(plan_folder, cap
         (["dump", f"{FILE}:target", "--placement", "0,one"], "--placement 0,one: write the rank of each stage as 0,1,1,0"),
         (["dump", f"{FILE}:target", "--w-parts", "2"], "w_parts=2, but schedule zb-h1 takes each W as it is"),
         (["dump", f"{FILE}:target", "--device", "tpu"], "tpu"),
+        (["dump", f"{FILE}:target", "--max-norm", "1"], "--max-norm goes with --weights: synchronous, post-validation, 2bw"),
+        (["dump", f"{FILE}:target", "--weights", "2bw", "--loss-scale", "large"], "'large' is neither a number nor dynamic"),
+        (["dump", f"{FILE}:target", "--weights", "2bw", "--schedule", "gpipe"], "2bw needs an order that repeats itself"),
         (["dump", f"{FILE}:no_inputs"], "no example inputs"),
         (["run", "nothing"], "'nothing' is neither a plan folder nor a target"),
         (["run", f"{FILE}:pair", "--target", "x.py:f"], "--target goes with a plan folder"),

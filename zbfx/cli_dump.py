@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from zbfx.cli_options import add_compile_options, compile_options, make_pipeline
+from zbfx.cli_options import TRAINING, add_compile_options, compile_options, make_pipeline
 from zbfx.errors import InputError
 from zbfx.ir import Solution, Stage
 from zbfx.plan import Plan
@@ -19,6 +20,7 @@ from zbfx.target import load_target
 from zbfx.text import schedule_to_json, solution_facts
 from zbfx.view import folded, graphs_text, print_code, rank_rows, rank_table, stage_rows, stage_table
 from zbfx.view_schedule import format_seconds, timeline_grid
+from zbfx.view_weights import programs_line, resident_table, weights_view
 
 EXAMPLE = "zbfx dump examples/gpt2.py:tiny --stages 4 --microbatches 8 --schedule zb-h1 --out plan/"
 _WHAT = ("schedule", "program", "graphs")
@@ -52,12 +54,12 @@ def dump(args: argparse.Namespace, console: Console) -> int:
         plan = make_pipeline(target, compile_options(args), prepare=False).plan_for(*inputs, target=wanted, **kwargs)
     ranks = _ranks(plan, args.rank)
     if args.out:
-        record_target(plan.save(args.out), args.target)
+        record_target(plan.save(args.out), args.target, {n: v for n, v in compile_options(args).items() if n in TRAINING})
     if args.json:
         print(json.dumps(_as_json(plan, ranks, args.what), indent=1), file=console.file)
         return 0
     if args.what in (None, "schedule"):
-        _print_overview(console, plan, ranks)
+        _print_overview(console, plan, ranks, args.max_norm is not None or args.loss_scale is not None)
     for r in ranks:
         if args.what in (None, "program"):
             _print_program(console, plan, r, whole=args.what == "program")
@@ -73,13 +75,16 @@ def dump(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def record_target(folder: Path, spec: str) -> None:
-    """Note in plan.json where the model comes from, a file relative to the folder, so that `zbfx run FOLDER` finds it again."""
+def record_target(folder: Path, spec: str, run_with: dict[str, Any] | None = None) -> None:
+    """Note in plan.json where the model comes from, a file relative to the folder, and what its weights are updated with, so that
+    `zbfx run FOLDER` finds both again."""
     path, _, name = spec.rpartition(":")
     if path.endswith(".py"):
         path = Path(os.path.relpath(path, folder)).as_posix()
     manifest = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps({**manifest, "target": f"{path}:{name}"}, indent=1) + "\n")
+    (folder / "plan.json").write_text(
+        json.dumps({**manifest, "target": f"{path}:{name}", "run_with": run_with or {}}, indent=1) + "\n"
+    )
 
 
 def _ranks(plan: Plan, rank: int | None) -> list[int]:
@@ -98,11 +103,12 @@ def _running(plan: Plan) -> list[Stage]:
     return [*dict(plan.history).get("w_parts", _stages(plan))]
 
 
-def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
+def _print_overview(console: Console, plan: Plan, ranks: list[int], checked: bool) -> None:
     timeline = plan.timeline
+    weights = f", {plan.weights} weights" if plan.weights else ""
     console.print(
         f"{len(plan.stages)} stages on {len(plan.programs)} ranks, {plan.schedule.name}, {plan.microbatches} microbatches, "
-        f"{plan.device.type}\npredicted from estimated costs: step {format_seconds(timeline.makespan)}, bubble "
+        f"{plan.device.type}{weights}\npredicted from estimated costs: step {format_seconds(timeline.makespan)}, bubble "
         f"{timeline.bubble_makespan:.1%}, without a barrier {timeline.bubble_span:.1%}",
         soft_wrap=True,
         highlight=False,
@@ -114,7 +120,34 @@ def _print_overview(console: Console, plan: Plan, ranks: list[int]) -> None:
     console.print("per microbatch: estimated F, B, W; bytes sent on and returned as gradients", style="dim")
     console.print(rank_table([rows["ranks"][r] for r in ranks]))
     console.print("static: parameters, gradients, buffers; activations: the most at once, exact\n", style="dim")
-    console.print(timeline_grid(timeline, width=console.width))
+    if not plan.weights:
+        console.print(timeline_grid(timeline, width=console.width))
+        return
+    _print_weights(console, plan, ranks, checked)
+
+
+def _print_weights(console: Console, plan: Plan, ranks: list[int], checked: bool) -> None:
+    """What changes with the weights' mode: what is resident, steps one after another, the programs' parts."""
+    console.print(resident_table({r: resident_rows(plan)[r] for r in ranks}, 2 if plan.weights == "2bw" else 1))
+    console.print("resident: what static is made of; the optimizer's state is that of its first step\n", style="dim")
+    tied = tied_ranks(plan)
+    for part in weights_view(plan.weights, plan.schedule, plan.costs, checked=checked, width=console.width, tied=tied):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    console.print(programs_line(plan.programs), highlight=False, soft_wrap=True)
+
+
+def resident_rows(plan: Plan) -> list[dict[str, int]]:
+    """Bytes by name that each rank holds from step to step."""
+    return [asdict(r) for r in dict(plan.history)["resident"]]
+
+
+def tied_ranks(plan: Plan) -> list[list[int]]:
+    """For each parameter that several ranks use, those ranks."""
+    users: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for i in stage.gparams:
+            users.setdefault(stage.names[i], set()).add(plan.schedule.placement[stage.index])
+    return [sorted(ranks) for ranks in users.values() if len(ranks) > 1]
 
 
 def _searched(solution: Solution) -> str:
@@ -158,6 +191,8 @@ def _as_json(plan: Plan, ranks: list[int], what: str | None) -> dict[str, Any]:
         },
         "schedule": json.loads(schedule_to_json(plan.schedule, plan.costs)),
     }
+    if plan.weights:
+        found["weights"] = {"mode": plan.weights, "period": plan.period, "resident": [resident_rows(plan)[r] for r in ranks]}
     if plan.solution is not None:
         found["search"] = {**solution_facts(plan.solution), "gap": plan.solution.gap}
     if what == "program":

@@ -6,17 +6,22 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zbfx.errors import InputError
-from zbfx.ir import Schedule
+from zbfx.ir import WEIGHTS, Schedule
 from zbfx.passes.order_search import OBJECTIVES
 from zbfx.pipeline import Pipeline, compile
+from zbfx.runtime.versions import CORRECTIONS, PREDICT
 from zbfx.target import Target
 from zbfx.text import schedule_from_csv, schedule_from_json
+from zbfx.training import ROLLBACKS, MakeOptimizer
 
 COMPILE = (
     *("stages", "ranks", "microbatches", "schedule", "placement", "objective", "w_parts", "seconds", "memory", "cut"),
-    *("device", "seed"),
+    *("device", "seed", "weights"),
 )
+TRAINING = ("max_norm", "loss_scale", "rollback", "masters", "correction")  # what a plan with weights is run with
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,22 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cut", action="append", metavar="MODULE", help="begin a stage at this module; may be given again")
     group.add_argument("--device", metavar="DEVICE", help="cpu or cuda (default: where the parameters lie)")
     group.add_argument("--seed", type=int, metavar="N", help="set before the model is made (default: 0)")
+    group = parser.add_argument_group("weights in time (the optimizer steps in the programs)")
+    group.add_argument("--weights", choices=WEIGHTS, help="when they change (default: after the programs, as your own loop does)")
+    group.add_argument("--max-norm", type=float, metavar="X", help="clip the joint norm of all gradients")
+    group.add_argument("--loss-scale", type=_scale, metavar="X", help="a number, or dynamic; steps that overflow are skipped")
+    group.add_argument("--rollback", choices=tuple(ROLLBACKS), help="of post-validation: exact (default) or inverse")
+    group.add_argument("--masters", action="store_true", default=None, help="step float32 copies of half-precision parameters")
+    group.add_argument("--correction", choices=(*CORRECTIONS, PREDICT), help="of the step by which 2bw is late")
+
+
+def _scale(text: str) -> float | str:
+    if text == "dynamic":
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor dynamic") from error
 
 
 def positive(text: str) -> int:
@@ -45,7 +66,22 @@ def positive(text: str) -> int:
 
 def compile_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given, as JSON values, so that it can be sent to other processes."""
-    return {name: getattr(args, name) for name in COMPILE if getattr(args, name) is not None}
+    return {name: getattr(args, name) for name in (*COMPILE, *TRAINING) if getattr(args, name) is not None}
+
+
+def training_options(target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of compile and load: none, unless the programs step the optimizer. Raises InputError where they must."""
+    given = {name: options[name] for name in TRAINING if name in options}
+    if "weights" not in options:
+        if given:
+            raise InputError(f"--{next(iter(given)).replace('_', '-')} goes with --weights: {', '.join(WEIGHTS)}")
+        return {}
+    return {**given, "optimizer": optimizer_of(target)}
+
+
+def optimizer_of(target: Target) -> MakeOptimizer:
+    """The target's, or AdamW."""
+    return target.optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
 
 
 def make_pipeline(target: Target, options: dict[str, Any], *, prepare: bool = True) -> Pipeline:
@@ -67,12 +103,14 @@ def make_pipeline(target: Target, options: dict[str, Any], *, prepare: bool = Tr
         ranks=options.get("ranks"),
         schedule=schedule,
         placement=read_placement(options.get("placement")),
-        objective=options.get("objective", "makespan"),
+        objective=options.get("objective"),
         w_parts=options.get("w_parts", 1),
         seconds=options.get("seconds"),
         memory=options.get("memory"),
         cuts=options.get("cut", ()),
         device=options.get("device"),
+        weights=options.get("weights", "synchronous"),
+        **training_options(target, options),
         **(example if prepare else {}),
     )
 

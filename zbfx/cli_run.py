@@ -14,10 +14,19 @@ import torch
 from rich.console import Console
 from torch.utils import _pytree as pytree
 
-from zbfx.cli_options import COMPILE, add_compile_options, compile_options, make_pipeline, positive
+from zbfx.cli_options import (
+    COMPILE,
+    add_compile_options,
+    compile_options,
+    make_pipeline,
+    optimizer_of,
+    positive,
+    training_options,
+)
 from zbfx.errors import InputError, PlanError
+from zbfx.passes.simulate import bubble
 from zbfx.pipeline import Pipeline, load
-from zbfx.plan import load_plan
+from zbfx.plan import Plan, load_plan
 from zbfx.runtime import place, run_processes
 from zbfx.target import Batch, Target, load_target
 from zbfx.view_training import TrainingBar, format_rate, sparkline
@@ -90,7 +99,11 @@ def _plan_job(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     if args.ranks not in (None, ranks):
         raise InputError(f"--ranks {args.ranks}: {folder} is a plan for {ranks} ranks; compile the target anew for others")
     target = args.target or _recorded_target(folder)
-    return {"target": target, "ranks": ranks, "plan": str(folder)}
+    recorded = json.loads((folder / "plan.json").read_text()).get("run_with")
+    options = {**(recorded if isinstance(recorded, dict) else {}), **compile_options(args)}
+    if plan.weights:
+        options["weights"] = plan.weights
+    return {"target": target, "ranks": ranks, "plan": str(folder), "options": options}
 
 
 def _recorded_target(folder: Path) -> str:
@@ -114,15 +127,14 @@ def run_rank(channel: Any, job: dict[str, Any]) -> None:
     torch.manual_seed(options.get("seed", 0))
     target = load_target(job["target"])
     pipe = _pipeline(target, job)
-    parameters = list(pipe.parameters())
-    make = target.optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
-    optimizer = make(parameters)
+    optimizer = None if pipe.plan.weights else optimizer_of(target)(list(pipe.parameters()))
     console.print(f"{pipe.plan} ({time.perf_counter() - began:.1f} s to build)", highlight=False, soft_wrap=True)
     _train(console, pipe, optimizer, target, job["steps"])
     pipe.close()
 
 
-def _train(console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer, target: Target, steps: int) -> None:
+def _train(console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, target: Target, steps: int) -> None:
+    """optimizer: None where the programs step it."""
     losses: list[float] = []
     bubbles: list[float] = []
     pipe.watch(times=True)
@@ -130,25 +142,45 @@ def _train(console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer, t
         for _, batch in zip(range(steps), target.steps(), strict=False):
             args, kwargs, wanted = batch
             losses.append(pipe.step(*args, target=wanted, **kwargs).item())
-            optimizer.step()
-            optimizer.zero_grad()
-            bubbles.append(pipe.observed.timeline.bubble_makespan)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            timeline = pipe.observed.timeline
+            bubbles.append(timeline.bubble_span if pipe.plan.has_no_barrier else timeline.bubble_makespan)
             bar.advance(losses[-1], _count(batch))
+    last = pipe.flush()
+    if last is not None:  # a stream reports each loss one step later
+        losses = [*losses[1:], last.item()]
     if losses:
         console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}  {sparkline(losses)}", highlight=False)
     if bar.per_second:
         console.print(
             f"{format_rate(bar.per_second)} {bar.unit}/s; bubble measured {statistics.median(bubbles[1:]):.1%} (median), "
-            f"predicted from estimated costs {pipe.plan.timeline.bubble_makespan:.1%}",
+            f"predicted from estimated costs {_predicted(pipe.plan):.1%}",
             highlight=False,
         )
+
+
+def _predicted(plan: Plan) -> float:
+    """The bubble of a step as it follows another."""
+    if not plan.has_no_barrier:
+        return plan.timeline.bubble_makespan
+    return bubble(plan.period, max(sum(s.end - s.start for s in rank) for rank in plan.timeline.spans))
 
 
 def _pipeline(target: Target, job: dict[str, Any]) -> Pipeline:
     if "plan" not in job:
         return make_pipeline(target, job["options"])
     device = job["options"].get("device")
-    pipe = load(job["plan"], target.model, loss=target.loss, device=device, init=target.init, shared=target.shared)
+    pipe = load(
+        job["plan"],
+        target.model,
+        loss=target.loss,
+        device=device,
+        init=target.init,
+        shared=target.shared,
+        **training_options(target, job["options"]),
+    )
     args, kwargs, wanted = target.example
     if not pipe.plan_for(*args, target=wanted, **kwargs).programs[0].path:
         raise PlanError(f"{job['plan']} is for inputs of other shapes than {job['target']} gives: compile it anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 from types import TracebackType
@@ -44,7 +45,9 @@ class TrainingBar:
         self._progress.stop()
 
     def advance(self, loss: float, count: int) -> None:
-        """A step has ended: its loss, and how many tokens or samples it trained on. The first step, a warm-up, is not timed."""
+        """A step has ended: its loss (NaN: not known yet), and how many tokens or samples it trained on. The first step, a
+        warm-up, is not timed."""
+        shown = "comes with the next step" if math.isnan(loss) and not self._done else f"{loss:.3f}"
         now = time.perf_counter()
         if self._done:
             self._seconds += now - self._last
@@ -52,10 +55,10 @@ class TrainingBar:
         self._last = now
         self._done += 1
         if self._task is not None:
-            self._progress.update(self._task, advance=1, loss=f"{loss:.3f}", rate=self.rate)
+            self._progress.update(self._task, advance=1, loss=shown, rate=self.rate)
         if not self.console.is_terminal and (self._done == 1 or self._done % self._every == 0 or self._done == self.steps):
             width = len(str(self.steps))
-            self.console.print(f"step {self._done:{width}}/{self.steps}  loss {loss:.3f}  {self.rate}".rstrip(), highlight=False)
+            self.console.print(f"step {self._done:{width}}/{self.steps}  loss {shown}  {self.rate}".rstrip(), highlight=False)
 
     @property
     def per_second(self) -> float:
