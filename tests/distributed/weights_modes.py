@@ -18,7 +18,6 @@ from tests import modes
 from zbfx.runtime import Channel, run_processes
 from zbfx.runtime.versions import Versions
 
-FAULTS = "4.0.weight"  # of a middle stage: the ranks before it in the chain cannot know
 Row = tuple[str, str, str, int]  # weights, optimizer, schedule, stages
 
 
@@ -29,7 +28,7 @@ def write_results(folder: Path, rows: Sequence[Row], steps: int, microbatches: i
         if file.exists():
             continue
         if weights == "2bw":
-            of = modes.model(8, dropout=0.0)
+            of = modes.model(stages, dropout=0.0)
             losses, _, opt = modes.double_buffered(of, modes.OPTIMIZERS[optimizer], steps, microbatches)
             names = {id(p): n for n, p in of.named_parameters()}
             state = {f"{names[id(p)]}:{k}": v for p, kept in opt.state.items() for k, v in kept.items() if v is not None}
@@ -41,15 +40,16 @@ def write_results(folder: Path, rows: Sequence[Row], steps: int, microbatches: i
 
 
 def _file(folder: Path, weights: str, optimizer: str, stages: int) -> Path:
-    return folder / (f"2bw-{optimizer}.pt" if weights == "2bw" else f"{optimizer}-{stages}.pt")
+    return folder / f"{'2bw' if weights == '2bw' else 'one'}-{optimizer}-{stages}.pt"
 
 
 def _run(weights: str, optimizer: str, schedule: str, stages: int, steps: int, microbatches: int) -> modes.Run:
+    """A block a stage; the fault is in a middle one, of which the ranks before it in the chain cannot know."""
     options: dict[str, Any] = {"weights": weights, "schedule": schedule, "stages": stages, "microbatches": microbatches}
     if weights == "2bw":
-        return modes.train(modes.model(8, dropout=0.0), modes.OPTIMIZERS[optimizer], steps, quiet=True, **options)
-    given = {"max_norm": modes.MAX_NORM, "faults": FAULTS}
-    return modes.train(modes.model(8), modes.OPTIMIZERS[optimizer], steps, **given, **options)
+        return modes.train(modes.model(stages, dropout=0.0), modes.OPTIMIZERS[optimizer], steps, quiet=True, **options)
+    given = {"max_norm": modes.MAX_NORM, "faults": f"{stages // 2}.0.weight"}
+    return modes.train(modes.model(stages), modes.OPTIMIZERS[optimizer], steps, **given, **options)
 
 
 def table(channel: Channel, folder: str, rows: Sequence[Row], steps: int, microbatches: int) -> dict[str, Any]:
