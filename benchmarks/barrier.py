@@ -34,7 +34,6 @@ ROWS = (
     ("zb-h2", "synchronous"),
     ("zb-h2", "post-validation"),
     ("zb-h1", "synchronous"),
-    ("zb-h1", "post-validation"),
     ("zb-h1", "2bw"),
     ("1f1b", "synchronous"),
     ("1f1b", "2bw"),
