@@ -102,6 +102,8 @@ def test_tied_weights(weights: str) -> None:
     wanted = reference(Tied(), adafactor, STEPS, delayed=weights == "2bw")
     options: dict[str, Any] = {"optimizer": adafactor, "weights": weights, "max_norm": 1e9}
     assert bitwise(drive(pipeline(Tied(), schedule="zb-v", ranks=2, **options), STEPS), wanted)
+    if weights == "post-validation":  # over gloo
+        return
     run = drive(pipeline(Tied(), schedule="zb-h1", **options), STEPS)
     for ours, theirs in zip(run.values.values(), wanted[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -181,21 +183,20 @@ def slower(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.6)
 
 
-@pytest.mark.parametrize("optimizer", [own, adafactor], ids=["own", "adafactor"])
-def test_late_steps_use_their_own_rate(optimizer: modes.MakeOptimizer) -> None:
+def test_late_steps_use_their_own_rate() -> None:
     """A step that is taken back, and one that comes a step late, is taken with the rate that it began with."""
     runs = []
     for weights in ("synchronous", "post-validation"):
-        pipe = pipeline(modes.model(dropout=0.0), optimizer=optimizer, weights=weights, max_norm=1e9)
+        pipe = pipeline(modes.model(dropout=0.0), optimizer=own, weights=weights, max_norm=1e9)
         seen = inject(dict(pipe.named_parameters()), "2.0.weight", at=(2,))
         rate = slower(pipe.optimizer)
         runs.append(drive(pipe, 6, between=lambda _, rate=rate: rate.step()))
         assert len(seen) == 6
     assert differing(*runs) == [] and runs[1].progress.rollbacks == 2
-    pipe = pipeline(modes.model(dropout=0.0), optimizer=optimizer, weights="2bw", schedule="1f1b", ranks=2)
+    pipe = pipeline(modes.model(dropout=0.0), optimizer=own, weights="2bw", schedule="1f1b", ranks=2)
     rate = slower(pipe.optimizer)
     run = drive(pipe, 6, between=lambda _: rate.step())
-    assert bitwise(run, reference(modes.model(dropout=0.0), optimizer, 6, delayed=True, schedule=slower))
+    assert bitwise(run, reference(modes.model(dropout=0.0), own, 6, delayed=True, schedule=slower))
 
 
 # ---------------------------------------------------------------- between steps
@@ -227,17 +228,17 @@ def test_redone_forwards_leave_the_buffers_of_synchronous_steps() -> None:
     for weights in ("synchronous", "post-validation", "2bw", "2bw, looked at"):
         mode = weights.split(",")[0]
         pipe = pipeline(normed(), optimizer=OPTIMIZERS["momentum"], weights=mode, max_norm=1e9, schedule="zb-h1", ranks=4)
-        inject(dict(pipe.named_parameters()), "8.weight", at=(3, 15))
+        inject(dict(pipe.named_parameters()), "8.weight", at=(3,))
         states: list[list[dict[str, Tensor]]] = []
 
         def between(step: int, pipe: zbfx.Pipeline = pipe, states: list[list[dict[str, Tensor]]] = states) -> None:
             states.append(look(pipe) if step in (1, 5) else [])
 
-        runs[weights] = drive(pipe, 17, between=None if weights in ("synchronous", "2bw") else between)
+        runs[weights] = drive(pipe, 8, between=None if weights in ("synchronous", "2bw") else between)
         assert all(not entry or unlike(*entry) == [] for entry in states)
     late = runs["post-validation"]
-    assert differing(late, runs["synchronous"]) == [] and late.progress.repeats == 2 and late.progress.rollbacks >= 2
-    assert late.values["1.num_batches_tracked"] == 17 * M
+    assert differing(late, runs["synchronous"]) == [] and late.progress.repeats == 1 and late.progress.rollbacks >= 1
+    assert late.values["1.num_batches_tracked"] == 8 * M
     assert differing(runs["2bw, looked at"], runs["2bw"]) == []
 
 

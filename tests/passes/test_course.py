@@ -43,7 +43,7 @@ def steps_of(program: Program, steps: Sequence[Sequence[str]]) -> list[object]:
     return [i for flags in steps for i in flagged(program.instrs, *flags)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.data())
 def test_any_schedule_runs_in_any_mode(data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, 5))

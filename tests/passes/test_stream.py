@@ -36,7 +36,7 @@ def programs_for(name: str, ranks: int, m: int, *, checked: bool = False, hop: f
     return make_programs(schedule, order, stages, costs_for(schedule, hop=hop), training("2bw", checked=checked), {})[1]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_a_stream_is_refused_or_runs(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["1f1b", "zb-h1", "zb-h2", *sorted(V)]))
@@ -67,7 +67,7 @@ def _check_step(p: Program, m: int, *, checked: bool) -> None:
     assert all(i.back in (0, 1) for i in p.body) and not any(i.back for i in (*p.instrs, *p.flush))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.integers(1, 4), st.integers(0, 4), st.booleans())
 def test_two_versions_suffice(name: str, ranks: int, more: int, checked: bool) -> None:
     """At every F and B, the version that its step uses is one of the two newest: a step's update comes after all of its B."""
