@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zbfx.errors import InputError, ZbfxError
+from zbfx.errors import InputError, MemoryBudgetError, ZbfxError
 from zbfx.ir import WEIGHTS, Cost, CostModel, Schedule, Solution, Timeline
 from zbfx.passes.order_any import METHODS, order_any, share_limits
+from zbfx.passes.order_fixed import FIXED
 from zbfx.passes.placements import NAMES, build_placement, name_placement
 from zbfx.passes.simulate import refuse_over_budget, simulate, steady_period
 from zbfx.text import (
@@ -110,16 +111,7 @@ def run_schedule(args: argparse.Namespace, console: Console) -> int:
         console.print(_compare(args))
         return 0
     placement, costs = _problem(args, args.placement)
-    solution = order_any(
-        args.method,
-        placement,
-        args.microbatches,
-        costs,
-        objective=args.objective,
-        w_parts=args.w_parts,
-        seconds=args.seconds,
-        seed=args.seed,
-    )
+    solution = _solved(args, args.method, placement, costs)
     _print_solution(solution, args, console)
     if args.json:
         _write(args.json, solution_to_json(solution))
@@ -169,7 +161,7 @@ def _print_solution(solution: Solution, args: argparse.Namespace, console: Conso
         f" at most {solution.gap:.2%} above the optimum; bubble {timeline.bubble_span:.2%}"
         f" (with a barrier {timeline.bubble_makespan:.2%}); peak {format_bytes(max(timeline.peak))}"
     )
-    console.print(f"found in {solution.seconds:.2f} s by {solution.why}")
+    console.print(f"found in {solution.seconds:.2f} s, {solution.why}")
 
 
 def _compare(args: argparse.Namespace) -> Table:
@@ -185,23 +177,32 @@ def _compare(args: argparse.Namespace) -> Table:
 
 
 def _compared(args: argparse.Namespace, place: str, method: str) -> tuple[str, ...]:
-    """A row of the comparison; a method that does not fit says why instead."""
+    """A row of the comparison; a method that does not fit says what it needs instead."""
     try:
         placement, costs = _problem(args, place)
-        solution = order_any(
-            method,
-            placement,
-            args.microbatches,
-            costs,
-            objective=args.objective,
-            w_parts=args.w_parts,
-            seconds=args.seconds,
-            seed=args.seed,
-        )
+        solution = _solved(args, method, placement, costs)
+    except MemoryBudgetError:
+        if method not in FIXED:
+            return "", "", "", "", "no order fits the limit"
+        free = _solved(args, method, placement, replace(costs, limit=(None,) * len(costs.limit)))
+        return "", "", "", format_bytes(max(free.timeline.peak)), "over the limit"
     except ZbfxError as e:
         return "", "", "", "", str(e).splitlines()[0]
     t = solution.timeline
     return f"{t.bubble_span:.2%}", f"{t.bubble_makespan:.2%}", f"{solution.gap:.2%}", format_bytes(max(t.peak)), ""
+
+
+def _solved(args: argparse.Namespace, method: str, placement: tuple[int, ...] | None, costs: CostModel) -> Solution:
+    return order_any(
+        method,
+        placement,
+        args.microbatches,
+        costs,
+        objective=args.objective,
+        w_parts=args.w_parts,
+        seconds=args.seconds,
+        seed=args.seed,
+    )
 
 
 # ---------------------------------------------------------------- the problem from the arguments
@@ -251,10 +252,20 @@ def _even_costs(args: argparse.Namespace, placement: tuple[int, ...], ranks: int
     if args.times is None:
         raise InputError("what do F, B and W cost? Give --times F,B,W or --costs FILE")
     (f, b, w), sizes = _three(args.times, "--times"), _three(args.bytes or "0,0,0", "--bytes")
-    own = [placement.count(r) for r in placement]
-    stages = tuple(Cost(f / n, b / n, w / n, *(int(size / n) for size in sizes)) for n in own)
+    stages = []
+    for s, r in enumerate(placement):
+        n, before = placement.count(r), placement[:s].count(r)
+        stages.append(Cost(f / n, b / n, w / n, *_dealt(sizes, before, n)))
     comm = tuple(tuple(0.0 if a == b else args.comm for b in range(ranks)) for a in range(ranks))
-    return CostModel(stages, comm, (None,) * ranks)
+    return CostModel(tuple(stages), comm, (None,) * ranks)
+
+
+def _dealt(sizes: tuple[float, float, float], place: int, count: int) -> tuple[int, int, int]:
+    """One of `count` stages' whole bytes of F, B and W. A stage gives back what it took wherever the whole rank does."""
+    added, kept, left = (
+        int(total) * (place + 1) // count - int(total) * place // count for total in (sizes[0], sizes[0] + sizes[1], sum(sizes))
+    )
+    return added, kept - added, left - kept
 
 
 def _three(text: str, option: str) -> tuple[float, float, float]:

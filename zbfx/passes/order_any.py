@@ -88,4 +88,4 @@ def _fixed(method: str, placement: Sequence[int], microbatches: int, costs: Cost
     schedule = order_fixed(method, placement, microbatches, costs=costs)
     refuse_over_budget(schedule, costs)
     bounds = lower_bounds(build_problem(placement, microbatches, costs))
-    return solution_of(schedule, costs, bounds, objective, 1, perf_counter() - begin, "by its definition")
+    return solution_of(schedule, costs, bounds, objective, 1, perf_counter() - begin, "as defined")

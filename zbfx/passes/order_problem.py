@@ -95,6 +95,7 @@ def build_problem(placement: Sequence[int], microbatches: int, costs: CostModel,
         before=_before(nodes, 2 * stages),
     )
     _refuse_small_limits(problem, costs)
+    _refuse_growth(problem, costs)
     return problem
 
 
@@ -201,3 +202,21 @@ def _refuse_small_limits(problem: Problem, costs: CostModel) -> None:
     raise MemoryBudgetError(
         f"no schedule fits: one microbatch alone needs more than the limit. The smallest that would do: {listed}"
     )
+
+
+def _refuse_growth(problem: Problem, costs: CostModel) -> None:
+    """A rank whose F, B and W together leave bytes behind holds more with every microbatch: all of them must fit."""
+    listed = []
+    for r, own in enumerate(problem.nodes):
+        stages = [s for s, home in enumerate(problem.placement) if home == r]
+        left = sum(problem.memory[v] for v in own) - problem.parts * sum(problem.w_memory[s] for s in stages)
+        once = sum(problem.memory[v] for v in own if v < problem.num_stages)
+        limit = costs.limit[r] or 0
+        need = int(max(0.0, left) * (problem.microbatches - 1) + once + limit - min(problem.room[r], limit))
+        if left > 0 and costs.limit[r] is not None and need > limit:
+            listed.append(f"rank {r}: {need} bytes ({format_bytes(need)}), its limit is {costs.limit[r]}")
+    if listed:
+        raise MemoryBudgetError(
+            "no schedule fits: the bytes of F, B and W do not add up to 0, so each microbatch leaves some behind. The smallest "
+            f"limit that would do for {problem.microbatches} microbatches: {', '.join(listed)}"
+        )

@@ -63,7 +63,7 @@ def order_auto(
     family, outcome = search.run()
     schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
     refuse_over_budget(schedule, costs)
-    return solution_of(schedule, costs, bounds, objective, w_parts, perf_counter() - begin, f"{family}: {search.story()}")
+    return solution_of(schedule, costs, bounds, objective, w_parts, perf_counter() - begin, f"by {family}: {search.story()}")
 
 
 def solution_of(
