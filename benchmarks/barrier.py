@@ -1,4 +1,4 @@
-"""What the optimizer's barrier costs, and what is left of it: python benchmarks/barrier.py [--ranks 4,8] [--seconds 0.04].
+"""What the optimizer's barrier costs, and what is left of it: python benchmarks/barrier.py [--ranks 4,8] [--seconds 0.06].
 
 Real processes, real messages over gloo, real optimizer steps; only the stages' compute is a timed sleep, so that more ranks
 than cores run without disturbing one another. T_F = T_B = T_W, 4 microbatches a rank. For each schedule and way of changing
@@ -169,7 +169,7 @@ def main() -> int:
     """Measure every row, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="4,8", help="numbers of processes (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.04, help="T of F, of B and of W (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.06, help="T of F, of B and of W (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run, two of them warm-up (default: %(default)s)")
     parser.add_argument("--only", help="rows with one of these schedules or weights, such as zb-h2,2bw")
     args = parser.parse_args()
