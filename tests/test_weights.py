@@ -77,9 +77,9 @@ def test_2bw_clips_and_skips_alike_on_any_ranks() -> None:
 
 def test_a_dynamic_scale_changes_no_bit() -> None:
     """Powers of two: the weights are those of the unscaled run, and the scale has halved with every infinite step."""
-    plain = train(modes.model(), OPTIMIZERS["adamw"], 8, faults=FAULTS, loss_scale=1.0)
+    plain = train(modes.model(), OPTIMIZERS["adamw"], 8, faults=FAULTS, loss_scale=1.0, stages=2)
     for weights in ("synchronous", "post-validation"):
-        run = train(modes.model(), OPTIMIZERS["adamw"], 8, faults=FAULTS, loss_scale="dynamic", weights=weights)
+        run = train(modes.model(), OPTIMIZERS["adamw"], 8, faults=FAULTS, loss_scale="dynamic", weights=weights, stages=2)
         assert differing(run, plain) == []
         assert run.progress.skipped == 2 and run.progress.loss_scale == 2.0**14
 

@@ -135,7 +135,7 @@ def test_half_precision_with_masters(weights: str) -> None:
     wanted = reference(modes.model(dropout=0.0).bfloat16(), OPTIMIZERS["adamw"], STEPS, delayed=weights == "2bw", masters=True)
     options: dict[str, Any] = {"optimizer": OPTIMIZERS["adamw"], "weights": weights, "masters": True, "loss_scale": "dynamic"}
     x, y = (t.bfloat16() for t in batch(0, M))
-    pipe = zbfx.compile(of, 4, example_inputs=(x,), example_target=y, microbatches=M, loss=mse, **options)
+    pipe = zbfx.compile(of, 2, example_inputs=(x,), example_target=y, microbatches=M, loss=mse, **options)
     types: list[torch.dtype] = []
     of[2][0].weight.register_post_accumulate_grad_hook(lambda p: types.append(p.grad.dtype))  # type: ignore[index]
     start = {n: v.clone() for n, v in pipe.state_dict().items()}
@@ -227,8 +227,8 @@ def test_redone_forwards_leave_the_buffers_of_synchronous_steps() -> None:
     runs = {}
     for weights in ("synchronous", "post-validation", "2bw", "2bw, looked at"):
         mode = weights.split(",")[0]
-        pipe = pipeline(normed(), optimizer=OPTIMIZERS["momentum"], weights=mode, max_norm=1e9, schedule="zb-h1", ranks=4)
-        inject(dict(pipe.named_parameters()), "8.weight", at=(3,))
+        pipe = pipeline(normed(), 2, optimizer=OPTIMIZERS["momentum"], weights=mode, max_norm=1e9, schedule="zb-h1")
+        inject(dict(pipe.named_parameters()), "16.weight", at=(3,))
         states: list[list[dict[str, Tensor]]] = []
 
         def between(step: int, pipe: zbfx.Pipeline = pipe, states: list[list[dict[str, Tensor]]] = states) -> None:
