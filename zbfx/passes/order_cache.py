@@ -23,7 +23,7 @@ from zbfx.passes.simulate import refuse_over_budget
 from zbfx.text import costs_to_dict, parse_fields, schedule_from_json, solution_to_json
 from zbfx.verify import verify_schedule
 
-_VERSION = 1  # raise it when the search changes: old answers are then not found
+_VERSION = 2  # raise it when the search changes: old answers are then not found
 
 
 def cached(question: dict[str, Any], costs: CostModel, search: Callable[[], Solution]) -> Solution:
