@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zbfx.errors import InputError
 from zbfx.runtime.share import Share, Snapshot, settings_of
 
 
@@ -127,3 +128,20 @@ def test_settings_are_copies() -> None:
     optimizer.param_groups[0]["lr"].fill_(7.0)
     assert settings[0]["lr"].item() == pytest.approx(0.1) and "params" not in settings[0]
     assert copy.copy(settings) == settings
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the group, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
+    ps = parameters()
+    share = Share(optimizer := Counting(ps, lr=0.1), ps[:2])
+    give_gradients(ps, 0)
+    with pytest.raises(InputError, match="Counting writes 'k' into its param_groups"):
+        share.step(settings_of(optimizer))

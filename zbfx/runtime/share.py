@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from zbfx.errors import InputError
+
 Settings = Sequence[Mapping[str, Any]]
 
 
@@ -42,10 +44,22 @@ class Share:
             self._part.state = self.whole.state
             self._part.param_groups = groups
             grads = [(p.grad, p.grad._version) for group in groups for p in group["params"] if p.grad is not None]
+            before_step = [dict(group) for group in groups]
             with torch.no_grad():
                 self._part.step()
             self.spoils = any(grad._version != before for grad, before in grads)
+            self._refuse_changed(groups, before_step)
         self.whole._opt_called = True  # type: ignore[attr-defined]  # what learning-rate schedulers look at, to warn
+
+    def _refuse_changed(self, groups: Settings, before: Settings) -> None:
+        """Raises InputError where a step has changed its own settings: ranks each have a part of a group, and would disagree."""
+        for group, given in zip(groups, before, strict=True):
+            changed = [k for k, v in group.items() if k not in given or v is not given[k]]
+            if changed:
+                raise InputError(
+                    f"{type(self.whole).__name__} writes {changed[0]!r} into its param_groups as it steps, which ranks that each "
+                    "hold a part of the parameters cannot do alike: keep it in the state of each parameter"
+                )
 
     def settings(self, parameter: Tensor) -> Mapping[str, Any]:
         """What the last step of a parameter was taken with: its group's settings."""
