@@ -32,7 +32,8 @@ class Trainer(Rank):
     def __init__(self, *args: Any, updater: Weights, divisor: int, params: Mapping[int, Sequence[Tensor]], **kwargs: Any) -> None:
         super().__init__(*args, params=params, **kwargs)
         self.updater, self.divisor = updater, divisor
-        self.reported: list[Tensor] = []  # the loss of each step, as it becomes known
+        self.known = 0  # steps whose loss is known
+        self._losses: dict[int, Tensor] = {}  # step -> its loss: of the last two known
         self.ahead = self.wrong = False
         self._own = params
         self.step = -1
@@ -53,12 +54,12 @@ class Trainer(Rank):
     def reported_loss(self, back: int) -> Tensor:
         """The loss of the step `back` steps before the last that has begun; NaN before the first."""
         if self.step < back:
-            return torch.full_like(self.reported[0], float("nan")) if self.reported else torch.tensor(float("nan"))
-        return self.reported[self.step - back].clone()
+            return torch.tensor(float("nan"), device=self.device)
+        return self._losses[self.step - back].clone()
 
     def restart(self) -> None:
         """The next step is the first."""
-        self.reported, self.step = [], -1
+        self._losses, self.known, self.step = {}, 0, -1
 
     def end_stream(self) -> None:
         """All steps are complete; the next one begins a stream."""
@@ -89,18 +90,23 @@ class Trainer(Rank):
         """The step's loss: received, or, where the last stage is, the sum of its microbatches' in order."""
         with self.recorder.paused(), torch.no_grad():
             if loss:
-                self.reported.append(loss[0].clone())
+                self._note(loss[0].clone())
                 return
             total = self.losses[0] / self.divisor
             for each in self.losses[1:]:
                 total = total + each / self.divisor
-            self.reported.append(total)
+            self._note(total)
 
     def result(self) -> Tensors:
         """The loss, to send."""
-        if not self.reported:
+        if not self.known:
             raise RankError("no loss is known yet: `result` needs a `report` before it")
-        return (self.reported[-1],)
+        return (self._losses[self.known - 1],)
+
+    def _note(self, loss: Tensor) -> None:
+        self._losses[self.known] = loss
+        self._losses.pop(self.known - 2, None)
+        self.known += 1
 
     def collect(self, stage: int | None = None) -> None:
         """A step's gradients are complete: all of them, or, while the next step's are on their way, a stage's."""
