@@ -51,6 +51,37 @@ def test_refused_with_the_reason(what: str) -> None:
     assert reason in str(caught.value)
 
 
+def test_a_parameter_unfrozen_later_is_refused() -> None:
+    of = modes.model(dropout=0.0)
+    of[1][0].requires_grad_(False)
+    pipe = modes.pipeline(of, 2, optimizer=SGD, schedule="1f1b")
+    x, y = batch(0, 4)
+    pipe.step(x, target=y)
+    of[1][0].requires_grad_(True)
+    with pytest.raises(zbfx.InputError, match=r"2 parameters get gradients now .*'1.0.weight' first: unfreeze"):
+        pipe.step(x, target=y)
+
+
+def test_inverse_rollback_in_a_pipeline() -> None:
+    """Steps taken back by the inverse leave nearly the same weights, and no snapshot; the exact rollback leaves the same."""
+    values, progress = {}, {}
+    for rollback in ("synchronous", "exact", "inverse"):
+        of = modes.model(dropout=0.0)
+        options: dict[str, Any] = {"weights": "synchronous"}
+        if rollback != "synchronous":
+            options = {"weights": "post-validation", "rollback": rollback}
+        pipe = modes.pipeline(of, 2, optimizer=OPTIMIZERS["adamw"], schedule="zb-h1", max_norm=modes.MAX_NORM, **options)
+        for step in range(20):
+            x, y = batch(step, 4)
+            pipe.step(x, target=y)
+        pipe.flush()
+        values[rollback], progress[rollback] = list(of.parameters()), pipe.progress
+    assert progress["exact"].rollbacks == progress["inverse"].rollbacks > 0
+    for a, b, c in zip(*values.values(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, a, rtol=0, atol=1e-5)
+
+
 # ---------------------------------------------------------------- bytes
 
 

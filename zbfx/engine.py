@@ -314,6 +314,7 @@ class Engine:
             raise InputError("the plan updates weights, but no optimizer was given: pass optimizer= to zbfx.load or zbfx.compile")
         key = (plan, rank)
         if key not in self._trainers:
+            self.updating.refuse_unknown(plan, rank)
             divisor = plan.microbatches if plan.reduction == "mean" else 1
             given = self._given(plan, rank)
             self._trainers[key] = Trainer(inputs={}, updater=self.updating.ranks[rank], divisor=divisor, **given)

@@ -84,6 +84,17 @@ class Updating:
         found = self.tensor(rank, name)
         return self._masters.get(id(found), found)
 
+    def refuse_unknown(self, plan: Plan, rank: int) -> None:
+        """Raises InputError where a plan gives gradients to parameters that the optimizer has not got: it was made without."""
+        own = [s for s in plan.stages if plan.schedule.placement[s.index] == rank]
+        known = {id(w.parameter) for w in self.ranks[rank].weights}
+        new = [n for s in own for n in (s.names[i] for i in s.gparams) if id(self.tensor(rank, n)) not in known]
+        if new:
+            raise InputError(
+                f"{len(new)} parameters get gradients now that got none when the optimizer was made, {new[0]!r} first: unfreeze "
+                "parameters before zbfx.compile, and compile anew"
+            )
+
     def take_values(self) -> None:
         """The parameters have new values: what is made of them follows."""
         with torch.no_grad():
