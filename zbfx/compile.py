@@ -393,8 +393,9 @@ def residents(
         others = {places[n] for s in own for n in s.buffers} | {n for s in own for n in s.constants}
         tensors = [values[places[n]] for n in sorted(trained)]
         grads = [values[places[n]] for n in gathered]
+        overlap = len(own) > 1 or len(gathered) > len(trained)  # a stage, or a tie's other end, is behind the others
         knows = rank == max(range(ranks), key=list(placement).index)  # it has heard from all before it steps
-        found.append(resident_bytes(tensors, frozen, grads, sum(values[n].nbytes for n in others), training, knows))
+        found.append(resident_bytes(tensors, frozen, grads, sum(values[n].nbytes for n in others), training, knows, overlap))
     return tuple(found)
 
 

@@ -100,9 +100,11 @@ def resident_bytes(
     others: int,
     training: Training | None,
     knows: bool = False,
+    overlap: bool = False,
 ) -> Resident:
     """What a rank holds: trained parameters (each once), bytes of frozen ones, parameters once per gradient that is gathered
-    (a tied one gathers several), bytes of buffers and constants. knows: never takes a step back. Tensors may be fake."""
+    (a tied one gathers several), bytes of buffers and constants. knows: never takes a step back. overlap: gradients of
+    two 2BW steps may be held at once, one complete, one on its way. Tensors may be fake."""
     parameters = sum(p.nbytes for p in trained) + frozen
     if training is None:
         return Resident(parameters, sum(p.nbytes for p in gradients), others=others)
@@ -110,7 +112,7 @@ def resident_bytes(
     masters = sum(_stepped_bytes(p, training) for p in trained if training.has_master(p.dtype))
     state = sum(state_bytes(training, p)[0] for p in trained)
     versions = sum(p.nbytes for p in trained) if training.weights == "2bw" else 0
-    late = sum(_stepped_bytes(p, training) for p in trained) if training.weights == "2bw" and training.checked else 0
+    late = sum(_stepped_bytes(p, training) for p in trained) if training.weights == "2bw" and (training.checked or overlap) else 0
     kept = training.validates and training.rollback == "exact" and not knows
     rollback = state + sum(_stepped_bytes(p, training) * (1 + state_bytes(training, p)[1]) for p in trained) if kept else 0
     return Resident(parameters + versions, grads + late, masters, state, rollback, others)
