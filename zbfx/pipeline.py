@@ -430,7 +430,9 @@ def load(
     """A Pipeline that runs the rank files of a plan folder (`plan.save`), as they are on disk, on a model of the same make.
 
     loss is needed again only to compile for other input shapes or to evaluate. optimizer and what belongs to it is not in the
-    folder: give a plan that updates weights the same as when it was compiled. dead_after, timeout: see compile. Raises PlanError, also where the model's parameters have other shapes.
+    folder: give a plan that updates weights the same as when it was compiled. dead_after, timeout: see compile.
+
+    Raises PlanError, also where the model's parameters have other shapes.
     """
     plan = load_plan(Path(folder))
     _refuse_other_shapes(plan, model, str(folder))
