@@ -57,7 +57,7 @@ def resident_table(rows: Mapping[int, Mapping[str, int]], versions: int) -> Tabl
     for name in ("rank", *[{"others": "buffers", **titles}.get(n, n) for n in shown], "resident"):
         table.add_column(name, justify="right")
     for rank, row in rows.items():
-        table.add_row(str(rank), *[format_bytes(row[n]) for n in shown], format_bytes(sum(row.values())))
+        table.add_row(str(rank), *[format_bytes(row[n]) if row[n] else "-" for n in shown], format_bytes(sum(row.values())))
     return table
 
 
