@@ -106,8 +106,9 @@ def test_a_searched_schedule_says_how_good_it_is_and_why(said):
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "post-validation", "2bw"])
-def test_dump_shows_weights_in_time(said, golden, mode):
+def test_dump_shows_weights_in_time(said, golden, mode, monkeypatch):
     """What is resident, steps one after another with updates and validations, the period, the programs' parts."""
+    monkeypatch.setenv("COLUMNS", "100")
     options = [*COMPILE, "--weights", mode, "--max-norm", "1.0", "--schedule", "zb-h1"]
     code, out, err = said("dump", f"{FILE}:target", *options, "--what", "schedule")
     assert (code, err) == (0, "")

@@ -14,12 +14,13 @@ from dataclasses import replace
 from random import Random
 from time import perf_counter
 
-from zbfx.errors import InputError
+from zbfx.errors import InputError, MemoryBudgetError, ScheduleError
 from zbfx.ir import CostModel, Schedule, Solution
 from zbfx.passes.order_blocks import merge_blocks, split_blocks
 from zbfx.passes.order_bounds import Bounds, lower_bounds
 from zbfx.passes.order_decode import Cutoff, Outcome, Rules
 from zbfx.passes.order_dispatch import dispatch
+from zbfx.passes.order_fixed import FIXED, order_fixed
 from zbfx.passes.order_patterns import Candidate, decode, effort, fixed_candidates, mutate, sample, seeds
 from zbfx.passes.order_plan import count_legs, plain_plan, plan_keys
 from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
@@ -63,7 +64,29 @@ def order_auto(
     family, outcome = search.run()
     schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
     refuse_over_budget(schedule, costs)
-    return solution_of(schedule, costs, bounds, objective, w_parts, perf_counter() - begin, f"by {family}: {search.story()}")
+    found = solution_of(schedule, costs, bounds, objective, w_parts, 0.0, f"by {family}: {search.story()}")
+    return replace(_or_as_defined(found), seconds=perf_counter() - begin)
+
+
+def _or_as_defined(found: Solution) -> Solution:
+    """The solution, or a fixed schedule that fits the limits and is better as it stands: no search shall lose to a formula."""
+    objective, placement, costs = found.objective, found.schedule.placement, found.costs
+    best = found
+    for name in FIXED if found.gap > _CLOSE else ():
+        try:
+            schedule = verify_schedule(order_fixed(name, placement, found.schedule.microbatches, costs=costs))
+            refuse_over_budget(schedule, costs)
+        except (InputError, ScheduleError, MemoryBudgetError):  # not for this placement, or too large
+            continue
+        timeline = simulate(schedule, costs)
+        if getattr(timeline, objective) < getattr(best.timeline, objective):
+            best = replace(
+                found,
+                schedule=replace(schedule, name="auto"),
+                timeline=timeline,
+                why=f"by {name} as defined, after {found.why[3:]}",
+            )
+    return best
 
 
 def solution_of(
@@ -115,7 +138,7 @@ class Search:
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
-        for candidate in seeds(self.short) + fixed_candidates(self.short):
+        for candidate in fixed_candidates(self.short) + seeds(self.short):
             if self.spent < _KNOWN * self.budget or not self.population:
                 self.try_one(candidate)
         while self.spent < _FRESH * self.budget and not self.reached():

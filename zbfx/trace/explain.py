@@ -20,6 +20,7 @@ _HINTS = (
     ("guard on", _BRANCH),
     (".item()", "keep the value a tensor; .item() has no value while tracing"),
     ("nonzero", "avoid shapes that depend on values: use a mask and torch.where in place of boolean indexing"),
+    ("higher order operator", "write the branch with torch.where, or the loop as a Python loop"),
     ("numpy", "use torch operations in forward: numpy calls cannot be traced"),
     ("no part of the model", "make it a parameter of the model (or of a module in it), where it gets a gradient, or detach() it"),
     ("a gradient taken in forward", "write the derivative out in plain operators: its formula is differentiated like any other"),
