@@ -20,7 +20,7 @@ from zbfx.passes.order_blocks import merge_blocks, split_blocks
 from zbfx.passes.order_bounds import Bounds, lower_bounds
 from zbfx.passes.order_decode import Cutoff, Outcome, Rules
 from zbfx.passes.order_dispatch import dispatch
-from zbfx.passes.order_fixed import FIXED, order_fixed
+from zbfx.passes.order_fixed import order_fixed
 from zbfx.passes.order_patterns import Candidate, decode, effort, fixed_candidates, mutate, sample, seeds
 from zbfx.passes.order_plan import count_legs, plain_plan, plan_keys
 from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
@@ -34,6 +34,7 @@ _POPULATION = 8
 _KNOWN, _FRESH, _VARIED = 0.8, 0.15, 0.92
 _MANY_RANKS = 32
 _DECODINGS, _LETTER = 500, 2.5  # where the budget is for so many decodings, of so many microseconds a letter, all are in full
+_SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min")  # fixed schedules that split every backward
 _CLOSE = 1e-9  # relative distance to the bound that counts as reaching it
 
 Scored = tuple[tuple[float, float], Candidate]
@@ -69,10 +70,13 @@ def order_auto(
 
 
 def _or_as_defined(found: Solution) -> Solution:
-    """The solution, or a fixed schedule that fits the limits and is better as it stands: no search shall lose to a formula."""
+    """The solution, or a fixed schedule that fits the limits and is better as it stands: no search shall lose to a formula.
+
+    Whole backwards are left out: they never hold what B leaves to W, so neither search nor bound speaks of them.
+    """
     objective, placement, costs = found.objective, found.schedule.placement, found.costs
     best = found
-    for name in FIXED if found.gap > _CLOSE else ():
+    for name in _SPLIT if found.gap > _CLOSE and found.w_parts == 1 else ():
         try:
             schedule = verify_schedule(order_fixed(name, placement, found.schedule.microbatches, costs=costs))
             refuse_over_budget(schedule, costs)
