@@ -151,3 +151,11 @@ def test_wrong_arguments(change: dict, message: str) -> None:
     arguments = {"placement": (0,), "microbatches": 1, "costs": CostModel((Cost(1, 1, 1),), ((0,),), (None,))} | change
     with pytest.raises(InputError, match=message):
         order_auto(**arguments)
+
+
+def test_a_bound_holds_where_b_adds_bytes() -> None:
+    """The search keeps room for what B adds from F on; a fixed schedule need not, and the bound holds for both."""
+    stages = (Cost(0.0, 0.0, 0.0, 0, 7, -7), Cost(0.0, 0.0, 0.0), Cost(0.0, 0.0, 0.0))
+    costs = CostModel(stages, ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)), (None, None, 19))
+    solution = order_auto((2, 1, 0), 5, costs, seconds=0.02)
+    assert solution.timeline.span == 1.0 and solution.bound_span <= 1.0

@@ -16,7 +16,7 @@ from zbfx.passes.order_cache import cached
 from zbfx.passes.order_exact import order_exact
 from zbfx.passes.order_fixed import FIXED, order_fixed
 from zbfx.passes.order_places import order_anywhere
-from zbfx.passes.order_problem import build_problem
+from zbfx.passes.order_problem import build_problem, without_reserves
 from zbfx.passes.order_search import OBJECTIVES, order_auto, solution_of
 from zbfx.passes.simulate import refuse_over_budget
 
@@ -87,5 +87,5 @@ def _fixed(method: str, placement: Sequence[int], microbatches: int, costs: Cost
     begin = perf_counter()
     schedule = order_fixed(method, placement, microbatches, costs=costs)
     refuse_over_budget(schedule, costs)
-    bounds = lower_bounds(build_problem(placement, microbatches, costs))
+    bounds = lower_bounds(build_problem(placement, microbatches, without_reserves(placement, costs)))
     return solution_of(schedule, costs, bounds, objective, 1, perf_counter() - begin, "as defined")

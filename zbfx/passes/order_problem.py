@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbfx.errors import InputError, MemoryBudgetError
 from zbfx.ir import Action, CostModel, Schedule
@@ -97,6 +97,13 @@ def build_problem(placement: Sequence[int], microbatches: int, costs: CostModel,
     _refuse_small_limits(problem, costs)
     _refuse_growth(problem, costs)
     return problem
+
+
+def without_reserves(placement: Sequence[int], costs: CostModel) -> CostModel:
+    """The costs with no limit on ranks where a B or W adds bytes: a problem keeps room for these from F on, which a schedule need
+    not, so a bound that counts them would not hold."""
+    rising = {placement[s] for s, cost in enumerate(costs.stages) if cost.bytes_B > 0 or cost.bytes_W > 0}
+    return replace(costs, limit=tuple(None if r in rising else limit for r, limit in enumerate(costs.limit)))
 
 
 def smallest_limits(placement: Sequence[int], costs: CostModel) -> tuple[int, ...]:

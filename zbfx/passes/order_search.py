@@ -23,7 +23,7 @@ from zbfx.passes.order_dispatch import dispatch
 from zbfx.passes.order_fixed import order_fixed
 from zbfx.passes.order_patterns import Candidate, decode, effort, fixed_candidates, mutate, sample, seeds
 from zbfx.passes.order_plan import count_legs, plain_plan, plan_keys
-from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule
+from zbfx.passes.order_problem import INF, Problem, build_problem, check_placement, to_schedule, without_reserves
 from zbfx.passes.simulate import refuse_over_budget, simulate
 from zbfx.verify import verify_schedule
 
@@ -60,7 +60,8 @@ def order_auto(
     check_placement(placement, microbatches, costs, w_parts)
     merged, merged_costs, size = merge_blocks(placement, costs)
     problem = build_problem(merged, microbatches, merged_costs, parts=w_parts)
-    bounds = lower_bounds(problem)
+    free = without_reserves(merged, merged_costs)
+    bounds = lower_bounds(problem if free == merged_costs else build_problem(merged, microbatches, free, parts=w_parts))
     search = Search(problem, objective, bounds, seed, 1e6 * (default_seconds(problem.num_ranks) if seconds is None else seconds))
     family, outcome = search.run()
     schedule = verify_schedule(split_blocks(to_schedule(problem, outcome.words, "auto"), placement, size))
