@@ -16,7 +16,7 @@ from math import gcd, lcm
 from time import perf_counter
 from typing import Any
 
-from zbfx.errors import InputError
+from zbfx.errors import InputError, MemoryBudgetError
 from zbfx.ir import Action, CostModel, Schedule, Solution
 from zbfx.passes.order_bounds import Bounds, lower_bounds
 from zbfx.passes.order_problem import INF, Problem, build_problem
@@ -53,8 +53,11 @@ def order_exact(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return _result(start.schedule, start, perf_counter() - begin, None, "no better order found in time: auto's answer")
     schedule = verify_schedule(model.read(solver))
-    refuse_over_budget(schedule, costs)
     proven = solver.BestObjectiveBound() * model.tick
+    try:
+        refuse_over_budget(schedule, costs)
+    except MemoryBudgetError:  # the solver leaves open in which order actions of no length stand, and so what is held between
+        return _result(start.schedule, start, perf_counter() - begin, proven, "auto's answer, with the bound proven for it")
     why = "proven optimal" if status == cp_model.OPTIMAL else f"best found in {seconds:g} s, with its proven bound"
     return _result(schedule, start, perf_counter() - begin, proven, why)
 
