@@ -23,7 +23,7 @@ from zbfx.passes.course import chain_of
 from zbfx.plan import Plan
 from zbfx.runtime import Exchange, Memory, Random, Rank, Recorder, execute
 from zbfx.runtime.launch import connect, place, run_threads
-from zbfx.runtime.trainer import Trainer
+from zbfx.runtime.trainer import Trainer, sum_of_losses
 from zbfx.runtime.versions import Versions
 from zbfx.text import parse_span
 from zbfx.ties import Tie, find_ties, sum_ties
@@ -298,11 +298,7 @@ class Engine:
             losses = torch.stack(mine.losses) if mine is not None else blank
             if self.distributed:
                 self._channels[0].broadcast(losses, last)
-            count = plan.microbatches if plan.reduction == "mean" else 1
-            total = losses[0] / count
-            for loss in losses[1:]:
-                total = total + loss / count
-        return total
+            return sum_of_losses(tuple(losses), plan.microbatches if plan.reduction == "mean" else 1)
 
     def _rank(self, plan: Plan, rank: int, batch: Batch, recorder: Recorder) -> Rank:
         prefix = "" if plan.differentiates else "evaluation "  # a stream's own messages may be under way

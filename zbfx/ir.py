@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 Kind = Literal["F", "B", "W", "BW", "S", "V", "U", "L", "G", "T"]
+ONCE = frozenset("SVULGT")  # the kinds of what a rank does once a step
 
 
 WEIGHTS = ("synchronous", "post-validation", "2bw")  # when weights change

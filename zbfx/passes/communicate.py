@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zbfx.ir import Action, Course, Instr, Schedule, Stage, Verb, When, function_of
+from zbfx.ir import ONCE, Action, Course, Instr, Schedule, Stage, Verb, When, function_of
 from zbfx.passes.w_parts import expanded
 
 _VERBS: dict[str, Verb] = {"L": "report", "S": "measure", "V": "learn", "U": "update", "G": "collect", "T": "tie"}
-_ONCE = frozenset(_VERBS)  # kinds of what a rank does once a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def validation(instrs: Sequence[Instr]) -> tuple[Instr, ...]:
 
 def expand(action: Action, stages: Sequence[Stage]) -> tuple[Action, ...]:
     """What a rank does for an action of a course."""
-    return (action,) if action.kind in _ONCE else expanded(action, stages[action.stage])
+    return (action,) if action.kind in ONCE else expanded(action, stages[action.stage])
 
 
 def _numbers(course: Course, stages: Sequence[Stage]) -> dict[Action, int]:
@@ -81,7 +80,7 @@ def _numbers(course: Course, stages: Sequence[Stage]) -> dict[Action, int]:
     feeder = {c: p for p, consumers in course.feeds.items() for c in consumers}
 
     def ready(a: Action) -> bool:
-        before = feeder.get(a) if a.kind in _ONCE else _feeder(a, last)
+        before = feeder.get(a) if a.kind in ONCE else _feeder(a, last)
         return before is None or before in done
 
     while any(h < len(rank) for rank, h in zip(waiting, heads, strict=True)):
@@ -112,7 +111,7 @@ def _messages(course: Course, stages: Sequence[Stage], orders: Sequence[Sequence
     found, home = [], course.schedule.placement
     for rank, order in enumerate(orders):
         for a in order:
-            consumer = None if a.kind in _ONCE else _consumer(a, stages)
+            consumer = None if a.kind in ONCE else _consumer(a, stages)
             if consumer is not None and home[consumer.stage] != rank:
                 found.append(Message(a, consumer, rank, home[consumer.stage]))
             found += [Message(a, c, rank, c.stage) for c in course.feeds.get(a, ())]
@@ -196,14 +195,14 @@ class Writer:
             wanted = _as_consumer(a)
             if wanted in self.into and a.kind != "W":
                 instrs.append(Instr("recv", wanted, writes=(_received(a),), peer=self.into[wanted].source))
-            computed = [self._once(a)] if a.kind in _ONCE else _compute(rank, a, self.stages, self.schedule)
+            computed = [self._once(a)] if a.kind in ONCE else _compute(rank, a, self.stages, self.schedule)
             instrs += computed
             if computed:
                 instrs += leaving
                 leaving = []
             for m in self.out.get(a, ()):
                 instrs.append(Instr("send", m.consumer, reads=_sent(a), peer=m.target))
-                once = self.late is not None and a.kind in _ONCE
+                once = self.late is not None and a.kind in ONCE
                 (awaited if once else leaving).append(Instr("sent", m.consumer, peer=m.target))
         return [*parts, [*leaving, *awaited]]
 
@@ -269,7 +268,7 @@ def _received(a: Action) -> str:
 
 def _sent(a: Action) -> tuple[str, ...]:
     """The buffer of what an action sends; the loss and the state are the rank's own."""
-    return () if a.kind in _ONCE else (_name("y" if a.kind == "F" else "gx", a.stage, a.mb),)
+    return () if a.kind in ONCE else (_name("y" if a.kind == "F" else "gx", a.stage, a.mb),)
 
 
 def _name(group: str, stage: int, mb: int) -> str:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from zbfx.ir import Action, CostModel, Course, Schedule, Span, Timeline
+from zbfx.ir import ONCE, Action, CostModel, Course, Schedule, Span, Timeline
 from zbfx.passes.simulate import action_seconds, bubble, count_parts, hop_seconds, memory_curve
 from zbfx.verify import dependencies
 
-ONCE = "SVULGT"  # kinds of what a rank does once a step
 _WARM_UP = 8  # steps before those that are shown
 _LONGEST_WARM_UP = 64  # steps after which every rank should take as long as the others
 Orders = Sequence[Sequence[Action]]

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zbfx.ir import Action, Instr, Program, Stage
+from zbfx.ir import ONCE, Action, Instr, Program, Stage
 from zbfx.passes.communicate import Message, expand, expanded_orders, writer_for
-from zbfx.passes.course import ONCE
 from zbfx.passes.stream import STEPS, Stream
 
 Parts = tuple[tuple[Instr, ...], tuple[Instr, ...], tuple[Instr, ...]]  # start, body, end

@@ -92,10 +92,7 @@ class Trainer(Rank):
             if loss:
                 self._note(loss[0].clone())
                 return
-            total = self.losses[0] / self.divisor
-            for each in self.losses[1:]:
-                total = total + each / self.divisor
-            self._note(total)
+            self._note(sum_of_losses(self.losses, self.divisor))
 
     def result(self) -> Tensors:
         """The loss, to send."""
@@ -150,3 +147,11 @@ class Trainer(Rank):
     def cautious(self) -> bool:
         """Whether this step waits for the state of all gradients before the weights change."""
         return self.updater.cautious
+
+
+def sum_of_losses(losses: Sequence[Tensor], divisor: int) -> Tensor:
+    """A step's loss: the microbatches' losses, each divided, added up in order."""
+    total = losses[0] / divisor
+    for loss in losses[1:]:
+        total = total + loss / divisor
+    return total
