@@ -39,7 +39,7 @@ from zbfx.passes.split_backward import split_backward
 from zbfx.passes.w_parts import with_w_parts
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
 from zbfx.plan import Plan
-from zbfx.programs import make_programs, messages_of
+from zbfx.programs import make_programs, messages_of, tied_ranks
 from zbfx.text import format_bytes, format_prediction
 from zbfx.trace.capture import capture
 from zbfx.trace.differentiate import differentiate
@@ -404,7 +404,7 @@ def _with_source(
 ) -> Program:
     own = [k for k, r in enumerate(schedule.placement) if r == program.rank]
     layouts: dict[Action, tuple[Value, ...]] = {}
-    messages = messages_of(stages, schedule.placement, options.training)
+    messages = messages_of(stages, tied_ranks(stages, schedule.placement), options.training)
     for instr in (*program.instrs, *program.body, *program.flush):
         if instr.verb in ("post", "send"):
             key = Action(instr.action.stage, instr.action.kind, 0, instr.action.part)

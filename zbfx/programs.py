@@ -27,37 +27,37 @@ def make_programs(
     profiles: dict[int, Profile],
 ) -> tuple[Course, tuple[Program, ...]]:
     """repeated(n): the same kind of schedule for n microbatches, of which 2BW makes its stream. Raises ScheduleError."""
-    messages = messages_of(stages, schedule.placement, training)
+    homes = tied_ranks(stages, schedule.placement)
+    messages = messages_of(stages, homes, training)
     if training is not None and training.weights == "2bw":
-        return _streams(schedule, repeated, stages, costs, training, profiles, messages)
+        return _streams(schedule, repeated, stages, costs, training, profiles, messages, homes)
     course = _course(schedule, costs, training)
-    shared = [r for r in range(len(schedule.ranks)) if training is not None and tied_names(stages, schedule.placement, r)]
+    shared = sorted({r for ranks in homes.values() for r in ranks}) if training is not None else []
     instrs = communicate(course, stages, shared)
     programs = tuple(allocate(r, i, stages, profiles, messages, validation(i)) for r, i in enumerate(instrs))
     verify_programs(programs)
     return course, programs
 
 
-def messages_of(stages: Sequence[Stage], placement: Sequence[int], training: Training | None) -> Messages:
-    """What travels to an action, tied gradients included: (consumer) -> types."""
+def messages_of(stages: Sequence[Stage], homes: dict[str, list[int]], training: Training | None) -> Messages:
+    """What travels to an action, tied gradients included: (consumer) -> types. homes: as tied_ranks gives them."""
 
     def values(consumer: Action) -> tuple[Value, ...]:
         if consumer.kind != "T" or consumer.part is None:
             return message_values(consumer, stages)
-        both = [tied_names(stages, placement, rank) for rank in (consumer.stage, consumer.part)]
-        shared = [name for name in both[0] if name in both[1]]
+        shared = [name for name, ranks in homes.items() if consumer.stage in ranks and consumer.part in ranks]
         return tuple(_gradient(name, stages, training) for name in shared)
 
     return values
 
 
-def tied_names(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> list[str]:
-    """The parameters of a rank that get gradients on other ranks too, in the order of their first stages."""
+def tied_ranks(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, list[int]]:
+    """The parameters that get gradients on more than one rank, in the order of their first stages, and those ranks, ascending."""
     users: dict[str, set[int]] = {}
     for stage in stages:
         for i in stage.gparams:
             users.setdefault(stage.names[i], set()).add(placement[stage.index])
-    return [name for name, ranks in users.items() if rank in ranks and len(ranks) > 1]
+    return {name: sorted(ranks) for name, ranks in users.items() if len(ranks) > 1}
 
 
 def _gradient(name: str, stages: Sequence[Stage], training: Training | None) -> Value:
@@ -84,11 +84,9 @@ def _streams(
     training: Training,
     profiles: dict[int, Profile],
     messages: Messages,
+    homes: dict[str, list[int]],
 ) -> tuple[Course, tuple[Program, ...]]:
-    ranks = range(len(schedule.ranks))
-    names = {n: [r for r in ranks if n in tied_names(stages, schedule.placement, r)] for r in ranks for n in
-             tied_names(stages, schedule.placement, r)}  # fmt: skip
-    laid = stream(repeated, schedule.microbatches, costs, checked=training.checked, tied=[*names.values()])
+    laid = stream(repeated, schedule.microbatches, costs, checked=training.checked, tied=[*homes.values()])
     parts = fold(laid, stages)
     programs = tuple(allocate_stream(r, p, stages, profiles, messages) for r, p in enumerate(parts))
     try:

@@ -32,7 +32,7 @@ def bare(schedule: Schedule, timeline: Timeline) -> Course:
 def synchronous(schedule: Schedule, costs: CostModel, *, checked: bool, update: Sequence[float] = ()) -> Course:
     """Every rank ends the step with the state of all gradients, and updates. update[r]: seconds of rank r's U."""
     chain = chain_of(schedule)
-    with_loss, feeds = with_losses(schedule, schedule.ranks)
+    with_loss, feeds = with_losses(schedule)
     orders = [[*rank, *_tail(r, "SVU" if checked else "SU")] for r, rank in enumerate(with_loss)]
     if checked:
         feeds |= {Action(a, "S", 0): (Action(b, "S", 0),) for a, b in pairwise(chain)}
@@ -44,7 +44,7 @@ def synchronous(schedule: Schedule, costs: CostModel, *, checked: bool, update: 
 def post_validation(schedule: Schedule, costs: CostModel, *, update: Sequence[float] = ()) -> Course:
     """Every rank updates on what it knows, and validates during the first forwards of the next step."""
     chain = chain_of(schedule)
-    with_loss, feeds = with_losses(schedule, schedule.ranks)
+    with_loss, feeds = with_losses(schedule)
     feeds |= {Action(a, "S", 0): (Action(b, "S", 0),) for a, b in pairwise(chain)}
     tails = [[*rank, *_tail(r, "SU")] for r, rank in enumerate(with_loss)]
     first = timed(schedule, tails, costs, feeds, update=update)
@@ -95,16 +95,16 @@ def chain_of(schedule: Schedule) -> list[int]:
     return sorted(range(len(schedule.ranks)), key=schedule.placement.index)
 
 
-def with_losses(schedule: Schedule, orders: Orders, number: int = 0, mb: int | None = None) -> tuple[list[list[Action]], Feeds]:
-    """Puts L behind the last stage's F of microbatch `mb` (the last one), and at the end of every other rank."""
+def with_losses(schedule: Schedule) -> tuple[list[list[Action]], Feeds]:
+    """Puts L behind the last stage's F of the last microbatch, and at the end of every other rank."""
     last = schedule.placement[-1]
-    final = Action(schedule.num_stages - 1, "F", schedule.microbatches - 1 if mb is None else mb)
+    final = Action(schedule.num_stages - 1, "F", schedule.microbatches - 1)
     result = []
-    for r, order in enumerate(orders):
+    for r, order in enumerate(schedule.ranks):
         at = order.index(final) + 1 if r == last else len(order)
-        result.append([*order[:at], Action(r, "L", number), *order[at:]])
-    others = tuple(Action(r, "L", number) for r in range(len(orders)) if r != last)
-    return result, {Action(last, "L", number): others} if others else {}
+        result.append([*order[:at], Action(r, "L", 0), *order[at:]])
+    others = tuple(Action(r, "L", 0) for r in range(len(schedule.ranks)) if r != last)
+    return result, {Action(last, "L", 0): others} if others else {}
 
 
 def timed(

@@ -1,7 +1,8 @@
 """Families of candidate orders for the search. A candidate is a family's name, a vector of numbers, and the decoder's rules.
 
 - pattern: F and B sorted by a periodic plan (order_plan), then `follow`. Best where memory is scarce.
-- priority: the same plan as priorities of `dispatch`. Best at about 1p, and wherever the plan does not fit exactly.
+- weave: the same, sorted by a plan whose trains never meet (order_weave). Best where memory is scarcest.
+- priority: the first plan as priorities of `dispatch`. Best at about 1p, and wherever the plan does not fit exactly.
 - model: `dispatch` in a simplified world (F and B last 1, W its share, no messages), deepest node first; its words, then
   `follow`.
 - zb-v, v-half, v-min: the closed patterns for V placements, then `follow`.
@@ -29,6 +30,7 @@ from zbfx.passes.order_plan import (
 )
 from zbfx.passes.order_problem import INF, Problem
 from zbfx.passes.order_seeds import SEEDS
+from zbfx.passes.order_weave import mutate_weave, sample_weave, weave_keys
 from zbfx.passes.order_words import build_words, mutate_model, sample_model
 
 
@@ -46,6 +48,8 @@ def decode(problem: Problem, candidate: Candidate, *, keep: bool = False, cutoff
     x, rules = candidate.x, candidate.rules
     if candidate.family == "pattern":
         return follow(problem, sort_words(problem, plan_keys(problem, x)), rules, keep=keep, cutoff=cutoff)
+    if candidate.family == "weave":
+        return follow(problem, sort_words(problem, weave_keys(problem, x)), rules, keep=keep, cutoff=cutoff)
     if candidate.family == "priority":
         return dispatch(problem, plan_keys(problem, x), rules, keep=keep, cutoff=cutoff)
     words = build_words(problem, candidate.family, x)
@@ -60,9 +64,12 @@ def effort(problem: Problem, candidate: Candidate, letters: int) -> float:
     """
     planned = len(problem.rank) * problem.microbatches
     chunks = len(problem.rank) / problem.num_ranks
-    plan, step = {"pattern": (0.9, 1.5), "priority": (0.6, 2.7 + 0.3 * chunks), "model": (3.8 + 0.3 * chunks, 1.5)}.get(
-        candidate.family, (0.3, 1.5)
-    )
+    plan, step = {
+        "pattern": (0.9, 1.5),
+        "weave": (0.9, 1.5),
+        "priority": (0.6, 2.7 + 0.3 * chunks),
+        "model": (3.8 + 0.3 * chunks, 1.5),
+    }.get(candidate.family, (0.3, 1.5))
     return planned * plan + letters * step
 
 
@@ -71,9 +78,12 @@ def effort(problem: Problem, candidate: Candidate, letters: int) -> float:
 
 def sample(problem: Problem, rng: Random) -> Candidate:
     """A candidate drawn at random."""
-    weights = (9, 1, 0.3) if is_scarce(problem) else (3, 6, 1)
-    family = rng.choices(("pattern", "priority", "model"), weights)[0]
-    x = sample_model(rng) if family == "model" else sample_plan(problem, rng)
+    weights = (4, 5, 1, 0.3) if is_scarce(problem) else (2.5, 0.5, 6, 1)
+    family = rng.choices(("pattern", "weave", "priority", "model"), weights)[0]
+    if family == "weave":
+        x = sample_weave(problem, rng)
+    else:
+        x = sample_model(rng) if family == "model" else sample_plan(problem, rng)
     return Candidate(family, x, in_seconds(problem, sample_rules(family, rng)))
 
 
@@ -82,6 +92,8 @@ def mutate(problem: Problem, parent: Candidate, rng: Random) -> Candidate:
     rules = mutate_rules(parent.family, parent.rules, rng)
     if parent.family in ("pattern", "priority"):
         return Candidate(parent.family, mutate_plan(problem, parent.x, rng), rules)
+    if parent.family == "weave":
+        return Candidate(parent.family, mutate_weave(problem, parent.x, rng), rules)
     if parent.family == "model":
         return Candidate(parent.family, mutate_model(parent.x, rng), rules)
     return Candidate(parent.family, tuple(max(0.0, v + rng.gauss(0, 0.2)) for v in parent.x), rules)

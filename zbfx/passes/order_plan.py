@@ -20,16 +20,22 @@ def plan_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
     last Fs. A leg is a run of num_ranks nodes.
     Starts rise along the nodes, so sorting a rank's actions by them can never deadlock.
     """
-    m, nodes, legs = problem.microbatches, len(problem.rank), count_legs(problem)
-    unit = max(problem.work) / m
-    period = unit * x[0]
-    first_f, last_b, first_b, last_f = ((x[k], period - x[k + 1] * unit) for k in range(2 * legs, 2 * legs + 8, 2))
+    nodes, legs = len(problem.rank), count_legs(problem)
+    period = max(problem.work) / problem.microbatches * x[0]
     start, starts = 0.0, [0.0]
     for v in range(nodes - 1):
         leg, hop = min(v // problem.num_ranks, legs - 1), problem.seconds[v] + problem.hop[v]
         turn = (v + 1) % problem.num_ranks == 0 and leg < legs - 1
         start += hop + period * x[1 + legs + leg] if turn else hop * x[1 + leg]
         starts.append(start)
+    return shifted_keys(problem, starts, period, x[2 * legs :])
+
+
+def shifted_keys(problem: Problem, starts: Sequence[float], period: float, quick: Sequence[float]) -> list[list[float]]:
+    """Keys of all microbatches from those of microbatch 0: one period apart, but for the four quick pairs (see plan_keys)."""
+    m = problem.microbatches
+    unit = max(problem.work) / m
+    first_f, last_b, first_b, last_f = ((quick[k], period - quick[k + 1] * unit) for k in range(0, 8, 2))
     forward, backward = _shifts(m, period, first_f, last_f), _shifts(m, period, first_b, last_b)
     keys = [[start + shift for shift in (forward if v < problem.num_stages else backward)] for v, start in enumerate(starts)]
     small = 1e-6 * period
@@ -102,20 +108,42 @@ def sample_plan(problem: Problem, rng: Random) -> tuple[float, ...]:
 def mutate_plan(problem: Problem, x: Sequence[float], rng: Random) -> tuple[float, ...]:
     """The plan with some of its numbers moved a little, or its start or end made quicker or slower for F and B alike."""
     legs, y = count_legs(problem), list(x)
+    scale, rate = rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
     if rng.random() < 0.25:
-        _hurry(problem, y, 2 * legs + rng.choice((0, 2)), rng)
+        hurry(problem, y, 2 * legs + rng.choice((0, 2)), rng)
         if rng.random() < 0.6:
             return tuple(y)
-    scale, rate = rng.choice((1, 0.3, 0.1)), rng.choice((0.15, 0.4))
-    spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1) + [3.0, 0.1] * 4
-    least = [0.5] + [0.3] * legs + [0.0] * (legs - 1) + [0.0, 0.05] * 4
-    for k in range(len(y)):
+    spread = [0.03] + [0.3] * legs + [0.3] * (legs - 1)
+    least = [0.5] + [0.3] * legs + [0.0] * (legs - 1)
+    for k, width in enumerate(spread):
         if rng.random() < rate:
-            y[k] = max(least[k], y[k] + rng.gauss(0, spread[k]) * scale)
+            y[k] = max(least[k], y[k] + rng.gauss(0, width) * scale)
+    return move_quick(y, 2 * legs, scale, rate, rng)
+
+
+def move_quick(y: list[float], at: int, scale: float, rate: float, rng: Random) -> tuple[float, ...]:
+    """The plan with some of its four quick pairs, which begin at y[at], moved a little."""
+    for k in range(at, at + 8):
+        if rng.random() < rate:
+            count = (k - at) % 2 == 0
+            y[k] = max(0.0 if count else 0.05, y[k] + rng.gauss(0, 3.0 if count else 0.1) * scale)
     return tuple(y)
 
 
-def _hurry(problem: Problem, y: list[float], k: int, rng: Random) -> None:
+def sample_quick(problem: Problem, rng: Random) -> tuple[float, ...]:
+    """Four quick pairs, some of them idle; at times the same for F and B."""
+    most, chunk = problem.num_ranks / 2, 1 / max(1.0, count_legs(problem) / 2)
+
+    def pair(rest: int, *paces: float) -> tuple[float, float]:
+        return rng.choice((*(0,) * rest, rng.uniform(0, most))), rng.choice(paces)
+
+    first, last = pair(2, chunk, 0.5, 0.4, 0.33, 0.25, 0.67, 0.75), pair(1, 0.33, 0.4, 0.5, 0.25)
+    if rng.random() < 0.3:
+        return (*first, *last, *first, *last)
+    return (*first, *last, *pair(2, chunk, 0.5, 0.4), *pair(2, chunk, 0.4, 0.5))
+
+
+def hurry(problem: Problem, y: list[float], k: int, rng: Random) -> None:
     """Lets the microbatches of the start (k: the place of its first pair) or of the end go through at another pace as a whole."""
     if rng.random() < 0.4:
         count, pace = rng.uniform(0, 0.5 * problem.num_ranks), rng.uniform(0.2, 0.7)
