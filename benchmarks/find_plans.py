@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="../shared/data", help="folder with zero_bubble_rows.json")
     parser.add_argument("--rows", default=",".join(map(str, range(12))))
-    parser.add_argument("--settings", default="linear:2,v:0.625,v:1,v:1.5,zigzag:0.5,zigzag:1", help="placement:share of p*M_B")
+    parser.add_argument("--settings", default="linear:2,v:0.55,v:0.75,v:1,v:1.5,zigzag:0.5,zigzag:0.75,zigzag:1", help="placement:share of p*M_B")
     parser.add_argument("--objective", default="span", choices=("span", "makespan"))
     parser.add_argument("--w-parts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -50,7 +50,7 @@ def look(setting: str, i: int, row: dict[str, Any], args: argparse.Namespace) ->
     cost, winner = search.best or ((INF, INF), None)
     work = max(problem.work)
     print(f"# {setting}, profile {i}: {100 * (1 - work / known):.2f} known, {100 * (1 - work / cost[0]):.2f} now", flush=True)
-    if winner is not None and winner.family in ("pattern", "priority") and cost[0] < known:
+    if winner is not None and winner.family in ("pattern", "weave", "priority") and cost[0] < known:
         print(f"    {count_legs(problem)}: {as_line(problem, winner)}", flush=True)
 
 

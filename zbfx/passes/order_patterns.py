@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 from zbfx.passes.order_decode import NO_CUTOFF, Cutoff, Outcome, Rules
@@ -30,7 +31,7 @@ from zbfx.passes.order_plan import (
 )
 from zbfx.passes.order_problem import INF, Problem
 from zbfx.passes.order_seeds import SEEDS
-from zbfx.passes.order_weave import mutate_weave, sample_weave, weave_keys
+from zbfx.passes.order_weave import mutate_weave, plain_weaves, sample_weave, weave_keys
 from zbfx.passes.order_words import build_words, mutate_model, sample_model
 
 
@@ -169,6 +170,8 @@ def fixed_candidates(problem: Problem) -> list[Candidate]:
         (1.0, 1.0, 0.5, 0.0, 0.05, 1.0),
     )
     out += [Candidate("model", x, Rules(fill, 1.0, 0)) for x in model for fill in (0.6, 0.4)]
+    if any(a > b for a, b in pairwise(placement)):
+        out += [Candidate("weave", x, Rules(fill, 0.3)) for x in plain_weaves(problem) for fill in (0.05, 0.6)]
     legs, period = count_legs(problem), max(problem.work) / problem.microbatches
     full = max(1.0, min(4.0, stretch_that_fills(problem, period)))
     if is_scarce(problem):

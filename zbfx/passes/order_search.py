@@ -102,8 +102,8 @@ def solution_of(
 
 
 def default_seconds(ranks: int) -> float:
-    """2.3 seconds up to 8 ranks, 7 for 16, 21 for 32, never more than 25."""
-    return min(25.0, 2.3 * max(1.0, ranks / 8) ** 1.6)
+    """2 seconds up to 8 ranks, 6 for 16, 18 for 32, never more than 25."""
+    return min(25.0, 2.0 * max(1.0, ranks / 8) ** 1.6)
 
 
 def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:

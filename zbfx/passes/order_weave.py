@@ -47,20 +47,46 @@ def weave_keys(problem: Problem, x: Sequence[float]) -> list[list[float]]:
     return shifted_keys(problem, starts, x[0] * unit, x[2 + legs :])
 
 
+def plain_weaves(problem: Problem) -> list[tuple[float, ...]]:
+    """The steady woven plans: trains of one direction a cell apart, later legs first or last, those of the other right behind
+    them or halfway."""
+    legs, (_, busy) = count_legs(problem), _least_hop(problem)
+    quiet = (0.0, 0.5) * 4
+    return [
+        (1.0, hop, 0.5, *_phases(legs, apart * hop, meet), *quiet)
+        for apart in (1, -1)
+        for hop in {1.0, *_closed_hops(problem, apart)[-1:]}
+        for meet in (busy, 0.5)
+    ]
+
+
 def sample_weave(problem: Problem, rng: Random) -> tuple[float, ...]:
     """A woven plan: trains of one direction a cell, or a hop up and down, apart; with or without a quick start."""
-    p, legs = problem.num_ranks, count_legs(problem)
-    cells = max(1, legs // 2)
-    cell = max(problem.work) / problem.microbatches / cells
-    least = 2 * max(a + b for a, b in zip(problem.seconds, problem.hop, strict=True)) / max(cell, 1e-12)
+    least, busy = _least_hop(problem)
     period = 1 + rng.choice((0, 0, 0.01, 0.02, 0.04, 0.06))
     apart = rng.choice((-1, 1))
-    closed = [g for turns in range(1, p + 2) if 0.8 * least <= (g := cells * turns / (p - apart)) <= 1.1] if p > 1 else []
+    closed = _closed_hops(problem, apart)
     hop = rng.choice(closed) if closed and rng.random() < 0.4 else rng.uniform(min(0.95 * least, 0.9), 1.05)
-    meet = rng.uniform(0.37, 0.6)  # cells from a train's end above to its return
-    space = rng.choice((hop, 1.0)) * apart
-    phases = [space * (k // 2) + (meet if k % 2 else 0.0) for k in range(1, legs)]
-    return (period, hop, 0.5, *phases, *sample_quick(problem, rng))
+    meet = rng.uniform(min(busy, 0.5), 0.6)
+    return (period, hop, 0.5, *_phases(count_legs(problem), rng.choice((hop, 1.0)) * apart, meet), *sample_quick(problem, rng))
+
+
+def _phases(legs: int, space: float, meet: float) -> list[float]:
+    """Of all legs but the first: trains `space` apart, those of the other direction `meet` behind, both in cells."""
+    return [space * (k // 2) + (meet if k % 2 else 0.0) for k in range(1, legs)]
+
+
+def _least_hop(problem: Problem) -> tuple[float, float]:
+    """The longest action with its message, there and back, and the longest action alone; in cells."""
+    cell = max(problem.work) / problem.microbatches / max(1, count_legs(problem) // 2) or 1.0
+    return 2 * max(a + b for a, b in zip(problem.seconds, problem.hop, strict=True)) / cell, max(problem.seconds) / cell
+
+
+def _closed_hops(problem: Problem, apart: int) -> list[float]:
+    """Hops up and down, in cells, with which a round trip without waits ends just one hop up and down before (apart = -1), or
+    behind (1), where it began."""
+    p, cells, least = problem.num_ranks, max(1, count_legs(problem) // 2), _least_hop(problem)[0]
+    return [hop for n in range(1, p + 2) if p > apart and 0.8 * least <= (hop := cells * n / (p - apart)) <= 1.1]
 
 
 def mutate_weave(problem: Problem, x: Sequence[float], rng: Random) -> tuple[float, ...]:
