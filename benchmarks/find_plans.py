@@ -28,7 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="../shared/data", help="folder with zero_bubble_rows.json")
     parser.add_argument("--rows", default=",".join(map(str, range(12))))
-    parser.add_argument("--settings", default="linear:2,v:0.55,v:0.75,v:1,v:1.5,zigzag:0.5,zigzag:0.75,zigzag:1", help="placement:share of p*M_B")
+    settings = "linear:2,v:0.55,v:0.75,v:1,v:1.5,zigzag:0.5,zigzag:0.75,zigzag:1"
+    parser.add_argument("--settings", default=settings, help="placement:share of p*M_B")
     parser.add_argument("--objective", default="span", choices=("span", "makespan"))
     parser.add_argument("--w-parts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600.0)

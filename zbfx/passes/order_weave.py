@@ -61,14 +61,16 @@ def plain_weaves(problem: Problem) -> list[tuple[float, ...]]:
 
 
 def sample_weave(problem: Problem, rng: Random) -> tuple[float, ...]:
-    """A woven plan: trains of one direction a cell, or a hop up and down, apart; with or without a quick start."""
+    """A woven plan: trains of one direction a cell, or a hop up and down, apart, or with no wait at a turn; at times a quick start."""
     least, busy = _least_hop(problem)
     period = 1 + rng.choice((0, 0, 0.01, 0.02, 0.04, 0.06))
     apart = rng.choice((-1, 1))
     closed = _closed_hops(problem, apart)
     hop = rng.choice(closed) if closed and rng.random() < 0.4 else rng.uniform(min(0.95 * least, 0.9), 1.05)
     meet = rng.uniform(min(busy, 0.5), 0.6)
-    return (period, hop, 0.5, *_phases(count_legs(problem), rng.choice((hop, 1.0)) * apart, meet), *sample_quick(problem, rng))
+    # Few ranks meet few trains: there the shortest round trip may do better than one that keeps all of them apart.
+    space = rng.choice((apart * hop, apart, problem.num_ranks * hop))
+    return (period, hop, 0.5, *_phases(count_legs(problem), space, meet), *sample_quick(problem, rng))
 
 
 def _phases(legs: int, space: float, meet: float) -> list[float]:
