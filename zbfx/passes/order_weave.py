@@ -61,7 +61,7 @@ def plain_weaves(problem: Problem) -> list[tuple[float, ...]]:
 
 
 def sample_weave(problem: Problem, rng: Random) -> tuple[float, ...]:
-    """A woven plan: trains of one direction a cell, or a hop up and down, apart, or with no wait at a turn; at times a quick start."""
+    """A woven plan: trains of one direction a cell, or a hop up and down, apart, or with no wait at a turn."""
     least, busy = _least_hop(problem)
     period = 1 + rng.choice((0, 0, 0.01, 0.02, 0.04, 0.06))
     apart = rng.choice((-1, 1))
