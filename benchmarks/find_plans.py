@@ -1,4 +1,4 @@
-"""Searches long for plans to add to zbfx/passes/order_seeds.py: python benchmarks/find_plans.py --data DIR --seconds 600.
+"""Searches long for plans to add to zbfx/passes/order_seeds.json: python benchmarks/find_plans.py --data DIR --seconds 600.
 
 For each placement, limit and profile asked for, the search of `order_auto` runs with the given budget; where its best is a plan
 that beats every known one, it is printed as a line for the table. The plans there now were found by a compiled copy of the same
@@ -52,19 +52,22 @@ def look(setting: str, i: int, row: dict[str, Any], args: argparse.Namespace) ->
     work = max(problem.work)
     print(f"# {setting}, profile {i}: {100 * (1 - work / known):.2f} known, {100 * (1 - work / cost[0]):.2f} now", flush=True)
     if winner is not None and winner.family in ("pattern", "weave", "priority") and cost[0] < known:
-        print(f"    {count_legs(problem)}: {as_line(problem, winner)}", flush=True)
+        bubble = 100 * (1 - work / cost[0])
+        mark = ("w" if args.w_parts > 1 else "") + ("mk" if args.objective == "makespan" else "")
+        print(as_line(problem, winner, f"{setting}{mark}, profile {i}: {bubble:.2f}"), flush=True)
 
 
-def as_line(problem: Problem, candidate: Candidate) -> str:
-    """The candidate as it stands in the table, times of its rules in periods."""
+def as_line(problem: Problem, candidate: Candidate, found_for: str) -> str:
+    """The candidate as a line of the file, times of its rules in periods."""
     period = max(problem.work) / problem.microbatches
     fill, fill_end, ahead_f, ahead_b, guard, lead, patience, w_first, spare = astuple(candidate.rules)
     rules = (fill, fill_end, ahead_f, ahead_b, guard, lead / period, patience, w_first / period, spare)
-    return f'("{candidate.family}", {tuple(_short(v) for v in rules)}, {tuple(_short(v) for v in candidate.x)}),'
+    fields = {"legs": count_legs(problem), "found_for": found_for, "family": candidate.family}
+    return json.dumps({**fields, "rules": [_short(v) for v in rules], "plan": [_short(v) for v in candidate.x]})
 
 
 def _short(value: float) -> float:
-    return value if isinstance(value, (bool, int)) else round(value, 3)
+    return value if isinstance(value, (bool, int)) else round(value, 5)
 
 
 if __name__ == "__main__":

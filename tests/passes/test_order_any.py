@@ -9,6 +9,7 @@ import pytest
 from zbfx.errors import InputError, MemoryBudgetError
 from zbfx.ir import Cost, CostModel
 from zbfx.passes import order_any as door
+from zbfx.passes import order_cache
 from zbfx.passes.order_any import METHODS, order_any, share_limits
 from zbfx.passes.order_search import order_auto
 from zbfx.passes.placements import build_placement
@@ -33,6 +34,13 @@ def test_found_again_and_only_for_the_same_question(folder: Path) -> None:
     assert again == first and again.why.endswith("(from the cache)")
     assert "cache" not in ask(seed=1) and "cache" not in ask(replace(COSTS, limit=(90,) * 4))
     assert len(list(folder.iterdir())) == 3
+
+
+def test_answers_of_another_search_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key holds a hash of the schedulers' own files, so a changed search never answers with what the old one found."""
+    assert "cache" not in ask() and "cache" in ask()
+    monkeypatch.setattr(order_cache, "version", lambda: "another")
+    assert "cache" not in ask() and "cache" in ask()
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"format": "zbfx-schedule/2"}', "over"])

@@ -14,7 +14,7 @@ from zbfx.passes.order_dispatch import dispatch
 from zbfx.passes.order_patterns import Candidate, decode, seeds
 from zbfx.passes.order_plan import mutate_plan, plain_plan, plan_keys, sample_plan, sort_words
 from zbfx.passes.order_problem import Problem, build_problem
-from zbfx.passes.order_seeds import SEEDS
+from zbfx.passes.order_seeds import known_plans
 from zbfx.passes.order_weave import mutate_weave, plain_weaves, weave_keys
 from zbfx.passes.placements import build_placement
 
@@ -30,7 +30,7 @@ def problem_on(place: str, chunks: int, microbatches: int, share: float = 1.0, r
 
 @pytest.mark.parametrize("place, chunks, legs", SHAPES)
 def test_known_plans_are_whole_and_decode(place: str, chunks: int, legs: int) -> None:
-    assert all(len(x) == (10 + legs if family == "weave" else len(plain_plan(legs))) for family, _, x in SEEDS[legs])
+    assert all(len(x) == (10 + legs if family == "weave" else len(plain_plan(legs))) for family, _, x in known_plans(legs))
     problem = problem_on(place, chunks, 12)
     spans = [decode(problem, candidate).span for candidate in seeds(problem)]
     assert min(spans) < 1.2 * max(problem.work)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from zbfx.passes.simulate import refuse_over_budget
 from zbfx.text import costs_to_dict, parse_fields, schedule_from_json, solution_to_json
 from zbfx.verify import verify_schedule
 
-_VERSION = 2  # raise it when the search changes: old answers are then not found
-
 
 def cached(question: dict[str, Any], costs: CostModel, search: Callable[[], Solution]) -> Solution:
     """search()'s answer, from the disk where it is there. question: what the answer depends on besides the costs, as JSON
@@ -32,7 +31,7 @@ def cached(question: dict[str, Any], costs: CostModel, search: Callable[[], Solu
     folder = cache_folder()
     if folder is None:
         return search()
-    text = json.dumps([_VERSION, question, costs_to_dict(costs)], sort_keys=True)
+    text = json.dumps([version(), question, costs_to_dict(costs)], sort_keys=True)
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     found = _read(file, costs, question)
     if found is not None:
@@ -48,6 +47,13 @@ def cache_folder() -> Path | None:
     if chosen == "off":
         return None
     return Path(chosen) if chosen else Path.home() / ".cache" / "zbfx" / "schedules"
+
+
+@cache
+def version() -> str:
+    """A hash of the schedulers' files: answers of another version of the search are not found."""
+    here = sorted(Path(__file__).parent.glob("order_*"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in here if file.suffix in (".py", ".json"))).hexdigest()
 
 
 def _read(file: Path, costs: CostModel, question: dict[str, Any]) -> Solution | None:

@@ -30,7 +30,7 @@ from zbfx.passes.order_plan import (
     stretch_that_fills,
 )
 from zbfx.passes.order_problem import INF, Problem
-from zbfx.passes.order_seeds import SEEDS
+from zbfx.passes.order_seeds import known_plans
 from zbfx.passes.order_weave import mutate_weave, plain_weaves, sample_weave, weave_keys
 from zbfx.passes.order_words import build_words, mutate_model, sample_model
 
@@ -145,8 +145,8 @@ def mutate_rules(family: str, rules: Rules, rng: Random) -> Rules:
 
 def seeds(problem: Problem) -> list[Candidate]:
     """The plans that long searches found for other problems with as many legs."""
-    found = SEEDS.get(count_legs(problem), ())
-    return [Candidate(family, x, in_seconds(problem, Rules(*rules))) for family, rules, x in found]
+    known = known_plans(count_legs(problem))
+    return [Candidate(family, x, in_seconds(problem, Rules(*rules))) for family, rules, x in known]
 
 
 def fixed_candidates(problem: Problem) -> list[Candidate]:
