@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -150,12 +151,12 @@ def test_the_folder_names_its_target_and_loads(plan_folder):
     assert pipe.step(*target.example_inputs, target=target.example_target) > 0
 
 
-def test_run_trains_a_plan_folder_on_processes_and_an_edit_runs(plan_folder, capfd):
+def test_run_trains_a_plan_folder_on_processes_and_an_edit_runs(plan_folder, tmp_path, capfd):
     program = plan_folder / "rank_1.py"
     whole = program.read_text()
     program.write_text(whole.replace("def step(rank):\n", "def step(rank):\n    print('edited by hand', flush=True)\n"))
     try:
-        assert main(["run", str(plan_folder), "--steps", "3"]) == 0
+        assert main(["run", str(plan_folder), "--steps", "3", "--trace", str(tmp_path / "trace.json")]) == 0
     finally:
         program.write_text(whole)
     out = capfd.readouterr().out
@@ -163,6 +164,10 @@ def test_run_trains_a_plan_folder_on_processes_and_an_edit_runs(plan_folder, cap
     assert len(losses) == 3 and losses[2] < losses[0]
     assert "samples/s; bubble measured" in out
     assert out.count("edited by hand") == 3
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    actions = Counter(e["name"] for e in events if e["ph"] == "X")
+    planned = json.loads((plan_folder / "schedule.json").read_text())["ranks"]
+    assert actions == Counter(a for rank in planned for a in rank if not a.startswith("0B"))  # nobody wants the input's gradient
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,24 @@ def test_weights_that_cannot_be(tmp_path: Path) -> None:
         zbfx(f"simulate {tmp_path}/s.csv --costs {tmp_path}/s.json --weights 2bw")
     with pytest.raises(ScheduleError, match="an order that repeats itself every step; gpipe"):
         zbfx(f"{SMALL} --method gpipe --weights 2bw")
+
+
+def test_a_trace_holds_every_action_and_the_bytes_of_every_rank(tmp_path: Path) -> None:
+    """As written by schedule, and the same by simulate from the JSON of that schedule."""
+    traces = [tmp_path / "a.json", tmp_path / "b.json"]
+    zbfx(f"schedule {PROBLEM} --placement v --method zb-v --json {tmp_path / 'out.json'} --trace {traces[0]}")
+    zbfx(f"simulate {tmp_path / 'out.json'} --trace {traces[1]}")
+    first, second = (json.loads(file.read_text()) for file in traces)
+    assert first == second and first["otherData"] == {"name": "zb-v"}
+    fields = json.loads((tmp_path / "out.json").read_text())
+    for r, actions in enumerate(fields["ranks"]):
+        own = [e for e in first["traceEvents"] if e["pid"] == r]
+        slices = [e for e in own if e["ph"] == "X"]
+        assert [e["name"] for e in slices] == actions
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(slices))
+        held = [e["args"]["bytes"] for e in own if e["ph"] == "C"]
+        assert max(held) == fields["predicted"]["peak"][r] and held[-1] == 0
+    ends = [e["ts"] + e["dur"] for e in first["traceEvents"] if e["ph"] == "X"]
+    assert max(ends) == pytest.approx(1e6 * fields["predicted"]["makespan"])
+    with pytest.raises(InputError, match="cannot write"):
+        zbfx(f"simulate {tmp_path / 'out.json'} --trace {tmp_path}")

@@ -135,3 +135,11 @@ def read_schedule(name: str) -> str | Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--schedule {name}: cannot be read: {error}") from error
     return schedule_from_json(text, name) if path.suffix == ".json" else schedule_from_csv(text, name)
+
+
+def write_file(path: str, text: str) -> None:
+    """Writes the file a user named; InputError where it cannot be written."""
+    try:
+        Path(path).write_text(text)
+    except OSError as e:
+        raise InputError(f"cannot write {path}: {e}") from e

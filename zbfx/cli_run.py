@@ -22,13 +22,16 @@ from zbfx.cli_options import (
     optimizer_of,
     positive,
     training_options,
+    write_file,
 )
 from zbfx.errors import InputError, PlanError
+from zbfx.ir import Timeline
 from zbfx.passes.simulate import bubble
 from zbfx.pipeline import Pipeline, load
 from zbfx.plan import Plan, load_plan
 from zbfx.runtime import place, run_processes
 from zbfx.target import Batch, Target, load_target
+from zbfx.view_trace import timeline_trace
 from zbfx.view_training import TrainingBar, format_rate, sparkline
 
 EXAMPLE = "zbfx run plan/ --steps 20"
@@ -52,6 +55,7 @@ def add_run(subparsers: Any) -> None:
     )
     parser.add_argument("what", metavar="PLAN_OR_TARGET", help="a plan folder, or file.py:function or module:function")
     parser.add_argument("--steps", type=positive, default=10, metavar="K", help="training steps (default: 10)")
+    parser.add_argument("--trace", metavar="OUT", help="write the last step as measured, for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("--target", metavar="TARGET", help="for a plan folder: where the model comes from")
     add_compile_options(parser)
     parser.set_defaults(run=run)
@@ -59,7 +63,10 @@ def add_run(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the verb."""
-    job: dict[str, Any] = {"steps": args.steps, "options": compile_options(args), "terminal": console.is_terminal}
+    if args.trace:
+        write_file(args.trace, "")  # before anything trains in vain
+    job: dict[str, Any] = {"steps": args.steps, "trace": args.trace, "terminal": console.is_terminal}
+    job["options"] = compile_options(args)
     job |= _plan_job(Path(args.what), args) if Path(args.what).is_dir() else _target_job(args)
     where = place()
     if where is not None:
@@ -129,14 +136,19 @@ def run_rank(channel: Any, job: dict[str, Any]) -> None:
     pipe = _pipeline(target, job)
     optimizer = None if pipe.plan.weights else optimizer_of(target)(list(pipe.parameters()))
     console.print(f"{pipe.plan} ({time.perf_counter() - began:.1f} s to build)", highlight=False, soft_wrap=True)
-    _train(console, pipe, optimizer, target, job["steps"])
+    timeline = _train(console, pipe, optimizer, target, job["steps"])
+    if first and job["trace"] and timeline is not None:
+        write_file(job["trace"], timeline_trace(timeline, name=f"{job['target']}, step {job['steps']}, measured"))
     pipe.close()
 
 
-def _train(console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, target: Target, steps: int) -> None:
-    """optimizer: None where the programs step it."""
+def _train(
+    console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, target: Target, steps: int
+) -> Timeline | None:
+    """The timeline of the last step. optimizer: None where the programs step it."""
     losses: list[float] = []
     bubbles: list[float] = []
+    timeline = None
     pipe.watch(times=True)
     with TrainingBar(console, steps, _unit(target.example)) as bar:
         for _, batch in zip(range(steps), target.steps(), strict=False):
@@ -159,6 +171,7 @@ def _train(console: Console, pipe: Pipeline, optimizer: torch.optim.Optimizer | 
             f"predicted from estimated costs {_predicted(pipe.plan):.1%}",
             highlight=False,
         )
+    return timeline
 
 
 def _predicted(plan: Plan) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zbfx.cli_options import write_file
 from zbfx.errors import InputError, MemoryBudgetError, ZbfxError
 from zbfx.ir import WEIGHTS, Cost, CostModel, Schedule, Solution, Timeline
 from zbfx.passes.order_any import METHODS, order_any, share_limits
 from zbfx.passes.order_fixed import FIXED
 from zbfx.passes.placements import NAMES, build_placement, name_placement
-from zbfx.passes.simulate import refuse_over_budget, simulate, steady_period
+from zbfx.passes.simulate import memory_curve, refuse_over_budget, simulate, steady_period
 from zbfx.text import (
     costs_from_json,
     format_bytes,
@@ -27,6 +28,7 @@ from zbfx.text import (
 )
 from zbfx.verify import verify_schedule
 from zbfx.view_schedule import format_seconds, memory_table, summary_table, timeline_grid
+from zbfx.view_trace import timeline_trace
 from zbfx.view_weights import weights_view
 
 SCHEDULE_EXAMPLE = (
@@ -40,6 +42,9 @@ _COMPARED = (
     ("v", ("zb-v", "v-half", "v-min", "dualpipe-v", "auto")),
     ("zigzag", ("auto",)),
 )
+
+
+_TRACE_HELP = "write the timeline and the bytes held, for ui.perfetto.dev or chrome://tracing"
 
 
 def add_verbs(subparsers: Any) -> None:
@@ -65,6 +70,7 @@ def add_verbs(subparsers: Any) -> None:
     parser.add_argument("schedule", metavar="SCHEDULE", help="a .json or .csv file")
     parser.add_argument("--costs", metavar="FILE", help="JSON with costs, bytes and limit (default: those in the schedule)")
     parser.add_argument("--serialize-links", action="store_true", help="a link carries one message at a time")
+    parser.add_argument("--trace", metavar="OUT", help=_TRACE_HELP)
     _add_weights(parser)
     parser.set_defaults(run=run_simulate)
 
@@ -95,6 +101,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (default: 0)")
     group.add_argument("--compare", action="store_true", help="all methods and placements in one table")
     group.add_argument("--json", metavar="OUT", help="write the schedule with its costs and figures")
+    group.add_argument("--trace", metavar="OUT", help=_TRACE_HELP)
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +121,9 @@ def run_schedule(args: argparse.Namespace, console: Console) -> int:
     solution = _solved(args, args.method, placement, costs)
     _print_solution(solution, args, console)
     if args.json:
-        _write(args.json, solution_to_json(solution))
+        write_file(args.json, solution_to_json(solution))
+    if args.trace:
+        _write_trace(args.trace, solution.schedule, solution.timeline, solution.costs)
     return 0
 
 
@@ -135,7 +144,14 @@ def run_simulate(args: argparse.Namespace, console: Console) -> int:
     period = steady_period(schedule, costs, serialize_links=args.serialize_links)
     console.print(f"period without a barrier between steps: {format_seconds(period)}")
     console.print(memory_table(timeline, costs))
+    if args.trace:
+        _write_trace(args.trace, schedule, timeline, costs)
     return 0
+
+
+def _write_trace(path: str, schedule: Schedule, timeline: Timeline, costs: CostModel) -> None:
+    curves = [memory_curve(schedule, costs, r) for r in range(len(schedule.ranks))]
+    write_file(path, timeline_trace(timeline, curves, name=schedule.name))
 
 
 def _print_grid(schedule: Schedule, timeline: Timeline, costs: CostModel, args: argparse.Namespace, console: Console) -> None:
@@ -294,10 +310,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"cannot read {path}: {e}") from e
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as e:
-        raise InputError(f"cannot write {path}: {e}") from e

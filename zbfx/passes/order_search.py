@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from random import Random
 from time import perf_counter
 
@@ -126,6 +127,12 @@ def _shorten(problem: Problem, objective: str, bounds: Bounds) -> Problem:
     return problem
 
 
+def _in_turn(first: Sequence[Candidate], second: Sequence[Candidate]) -> list[Candidate]:
+    """One of each, then the next of each: a small budget sees the best of both."""
+    pairs = zip_longest(first, second)
+    return [candidate for pair in pairs for candidate in pair if candidate is not None]
+
+
 class Search:
     """State of one search: the short and the full problem, the budget left, the population (best first), the best in full."""
 
@@ -143,8 +150,8 @@ class Search:
 
     def run(self) -> tuple[str, Outcome]:
         """(family that won, its outcome on the full problem with words)."""
-        for candidate in fixed_candidates(self.short) + seeds(self.short):
-            if self.spent < _KNOWN * self.budget or not self.population:
+        for candidate in _in_turn(seeds(self.short), fixed_candidates(self.short)):
+            if not self.reached() and (self.spent < _KNOWN * self.budget or not self.population):
                 self.try_one(candidate)
         while self.spent < _FRESH * self.budget and not self.reached():
             self.try_one(sample(self.short, self.rng))
