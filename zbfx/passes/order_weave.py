@@ -55,7 +55,7 @@ def plain_weaves(problem: Problem) -> list[tuple[float, ...]]:
     return [
         (1.0, hop, 0.5, *_phases(legs, apart * hop, meet), *quiet)
         for apart in (1, -1)
-        for hop in {1.0, *_closed_hops(problem, apart)[-1:]}
+        for hop in sorted({1.0, *_closed_hops(problem, apart)[-1:]})
         for meet in (busy, 0.5)
     ]
 
