@@ -35,6 +35,7 @@ from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
 from zbfx.passes.reuse import Signature, renamed, signature
+from zbfx.passes.simulate import highest_bytes
 from zbfx.passes.split_backward import split_backward
 from zbfx.passes.w_parts import with_w_parts
 from zbfx.passes.whole_backward import whole_backward, with_whole_backwards
@@ -212,7 +213,10 @@ def _scheduled(
         over = [0 if limit is None else max(0, p.peak - limit) for p, limit in zip(programs, costs.limit, strict=True)]
         if options.schedule not in SEARCHED or forward_only or not any(over) or attempt + 1 == _ATTEMPTS:
             break
-        limit = tuple(None if b is None else b - o for b, o in zip(tight.limit, over, strict=True))
+        counted = [max(highest_bytes(schedule, costs, r), default=0) for r in range(len(over))]
+        limit = tuple(
+            None if b is None else min(b, c) - o if o else b for b, c, o in zip(tight.limit, counted, over, strict=True)
+        )
         tight = replace(tight, limit=limit)
     refuse_over_limit(programs, costs.limit)
     history += [("order", schedule), ("simulate", course.timeline), ("allocate", programs)]

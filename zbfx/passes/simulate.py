@@ -54,14 +54,19 @@ def memory_curve(schedule: Schedule, costs: CostModel, rank: int) -> tuple[int, 
     return tuple(accumulate(_action_bytes(a, costs, totals) for a in schedule.ranks[rank]))
 
 
+def highest_bytes(schedule: Schedule, costs: CostModel, rank: int) -> list[int]:
+    """The most bytes that the rank holds during each of its actions, their temporaries included."""
+    held = (0, *memory_curve(schedule, costs, rank))
+    actions = schedule.ranks[rank]
+    return [max(after, before + _temporary(a, costs)) for a, (before, after) in zip(actions, pairwise(held), strict=True)]
+
+
 def refuse_over_budget(schedule: Schedule, costs: CostModel) -> None:
     """Raises MemoryBudgetError where a rank would hold more than its limit, temporaries of the running action included."""
     for rank, limit in enumerate(costs.limit):
         if limit is None or rank >= len(schedule.ranks):
             continue
-        held = (0, *memory_curve(schedule, costs, rank))
-        actions = schedule.ranks[rank]
-        highest = [max(after, before + _temporary(a, costs)) for a, (before, after) in zip(actions, pairwise(held), strict=True)]
+        highest = highest_bytes(schedule, costs, rank)
         worst = max(highest, default=0)
         if worst > limit:
             index = next(i for i, b in enumerate(highest) if b > limit)
