@@ -30,7 +30,7 @@ from zbfx.ir import (
     outputs_of,
 )
 from zbfx.ordering import SEARCHED, Search, order, order_forward, order_places, place_stages
-from zbfx.passes.allocate import refuse_over_limit
+from zbfx.passes.allocate import Messages, refuse_over_limit
 from zbfx.passes.liveness import Ledger, Profile, last_uses, profile
 from zbfx.passes.partition import cuts_for_owners, partition
 from zbfx.passes.recompute import recompute_regions
@@ -141,7 +141,8 @@ def finish_plan(
         history.append(("w_parts", running))
     without_barrier = options.training is not None and options.training.weights != "synchronous"
     predicted = format_prediction(timeline, solution, course.period if without_barrier else None)
-    programs = tuple(_with_source(p, running, schedule, predicted, options, costs) for p in programs)
+    messages = messages_of(running, tied_ranks(running, schedule.placement), options.training)
+    programs = tuple(_with_source(p, running, messages, schedule, predicted, options, costs) for p in programs)
     history.append(("codegen", programs))
     return Plan(
         tuple(stages),
@@ -404,11 +405,16 @@ def residents(
 
 
 def _with_source(
-    program: Program, stages: Sequence[Stage], schedule: Schedule, predicted: str, options: Options, costs: CostModel
+    program: Program,
+    stages: Sequence[Stage],
+    messages: Messages,
+    schedule: Schedule,
+    predicted: str,
+    options: Options,
+    costs: CostModel,
 ) -> Program:
     own = [k for k, r in enumerate(schedule.placement) if r == program.rank]
     layouts: dict[Action, tuple[Value, ...]] = {}
-    messages = messages_of(stages, tied_ranks(stages, schedule.placement), options.training)
     for instr in (*program.instrs, *program.body, *program.flush):
         if instr.verb in ("post", "send"):
             key = Action(instr.action.stage, instr.action.kind, 0, instr.action.part)

@@ -47,10 +47,9 @@ class Candidate:
 def decode(problem: Problem, candidate: Candidate, *, keep: bool = False, cutoff: Cutoff = NO_CUTOFF) -> Outcome:
     """What the candidate gives on the problem; its numbers hold for any number of microbatches."""
     x, rules = candidate.x, candidate.rules
-    if candidate.family == "pattern":
-        return follow(problem, sort_words(problem, plan_keys(problem, x)), rules, keep=keep, cutoff=cutoff)
-    if candidate.family == "weave":
-        return follow(problem, sort_words(problem, weave_keys(problem, x)), rules, keep=keep, cutoff=cutoff)
+    if candidate.family in ("pattern", "weave"):
+        keys = plan_keys(problem, x) if candidate.family == "pattern" else weave_keys(problem, x)
+        return follow(problem, sort_words(problem, keys), rules, keep=keep, cutoff=cutoff)
     if candidate.family == "priority":
         return dispatch(problem, plan_keys(problem, x), rules, keep=keep, cutoff=cutoff)
     words = build_words(problem, candidate.family, x)
